@@ -49,12 +49,15 @@ from jaxspec.methods.core.cost_model import (
     OTHERS,
     PRIOR_RATE,
     PRIOR_WEIGHT,
+    USUAL_KEPT,
     USUAL_RATES,
     AcceptanceStats,
+    PlacedCosts,
     class_of,
     init_acceptance,
     pass_costs,
     relative_draft_cost,
+    weigh_prospect,
 )
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
 from jaxspec.methods.core.tree_round import FIRST_PATIENCE, LONGEST_PATIENCE, SYNC_ROWS
@@ -120,6 +123,56 @@ def test_what_was_looked_at_counts_and_older_rounds_count_less():
     # Each accepted token, and the refusal after them, makes what came before count less.
     again = stats.update(kind, tried, accepted)
     np.testing.assert_allclose(np.stack([again.tried, again.accepted]), expected * (1 + FORGETTING**3), rtol=1e-6)
+
+
+def test_earlier_texts_are_what_a_text_is_drawn_to():
+    stats, one, yes = init_acceptance(), jnp.array([4]), jnp.array([True])
+    step, following = jax.jit(AcceptanceStats.update), jax.jit(AcceptanceStats.next_text)
+    for _ in range(30):
+        for number in range(40):
+            stats = step(stats, one, yes, yes & (number % 4 > 0))
+        stats = following(stats)
+    # All of them count, up to a bound, whether the last one drafted or not.
+    assert float(stats.rate(jnp.int32(4))) == pytest.approx(0.75, abs=0.02)
+    assert float(stats.usual_tried.sum()) == pytest.approx(USUAL_KEPT)
+    jax.tree.map(np.testing.assert_array_equal, following(stats), stats)
+    # A text of its own is believed after some observations, and forgotten beside the others after it.
+    for _ in range(40):
+        stats = step(stats, one, yes, ~yes)
+    assert float(stats.rate(jnp.int32(4))) < 0.3 < 0.65 < float(following(stats).rate(jnp.int32(4)))
+
+
+def test_drafts_are_asked_for_what_they_brought_and_more_while_little_is_known():
+    costs = PlacedCosts(jnp.array([1.0, 1.4, 1.6, 1.8]), jnp.float32(0.1), jnp.float32(0.05))
+    blank, never = jnp.full(2, -jnp.inf), jnp.int32(1 << 20)
+
+    @jax.jit
+    def step(stats, verified, counts):
+        return stats.note_draft(jnp.int32(2), jnp.int32(1), counts).note_outcome(verified)
+
+    def note(stats, drafts, verified):
+        for _ in range(drafts):
+            stats = step(stats, jnp.int32(verified), jnp.bool_(True))
+        return stats
+
+    def pays(stats, rate=0.5):
+        chain, passes = rate ** jnp.arange(1, 4), jnp.arange(1, 4)
+        return bool(weigh_prospect(blank, chain, passes, stats, costs, jnp.int32(0), never).pays)
+
+    # A chain of usual tokens would bring too little, but not by much: drafts are tried, and their record decides.
+    fresh = init_acceptance()
+    assert pays(fresh) and not pays(fresh, rate=0.2)
+    assert pays(note(fresh, 30, 2)) and not pays(note(fresh, 30, 1))
+    brought, rows, passes = np.asarray(note(fresh, 400, 2).usual_draft(jnp.zeros(3)))
+    assert 0.8 < brought < 1.1 and rows == pytest.approx(2, abs=0.2) and passes == pytest.approx(1, abs=0.1)
+    # What a text showed fades with its tokens, but is not lost.
+    bad = note(note(fresh, 160, 2).next_text(), 40, 1)
+    later = step(bad, jnp.int32(300), jnp.bool_(False))
+    assert not pays(bad) and pays(later) and pays(bad.next_text())
+    assert float(later.usual_asked[0]) == pytest.approx(200, abs=1) and float(later.usual_asked[1]) == pytest.approx(
+        160
+    )
+    assert not pays(step(note(fresh, 40, 1), jnp.int32(300), jnp.bool_(False)))
 
 
 def test_a_round_without_a_draft_changes_nothing():
@@ -236,7 +289,7 @@ def test_rounds_are_counted_by_whether_the_draft_ran():
 
 
 def test_a_draft_that_is_tried_again_catches_up_in_chunks():
-    rounds = passes_of(decode(LLAMA_AUTO_LONG, LONG_PROMPT, MANY, "adversarial", 1, **SAMPLINGS["T=1"]))
+    rounds = passes_of(first_text(LLAMA_AUTO_LONG, "adversarial", LONG_PROMPT, MANY, 1, **SAMPLINGS["T=1"]))
     checked = 0
     for before, now in itertools.pairwise(asked_of(rounds)):
         behind = sum(len(emitted.tokens) for emitted in rounds[before:now])
@@ -280,8 +333,8 @@ def test_a_wrong_turn_and_the_way_back():
     wrong = (15, 40, 70)
     params = ModelParams(counting(wrong), counting())
     prompt = count_on(0, 5)
-    rounds = run(engine_of(LLAMA_AUTO_LONG), params, prompt, 90)
-    assert tokens_of(rounds) == tokens_of(plain("llama", prompt, 90, params=counting(wrong)))
+    rounds = first_text(LLAMA_AUTO_LONG, "copy", prompt, 90, 0, params)
+    assert tokens_of(rounds)[:90] == tokens_of(plain("llama", prompt, 90, params=counting(wrong)))
     assert sum(emitted.accepted for emitted in rounds) > 60
 
 

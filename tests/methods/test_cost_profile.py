@@ -27,7 +27,6 @@ from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
 from jaxspec.methods.core.cost_model import KINDS, fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
-from jaxspec.methods.core.tree_drafter import CARRIED_OVER
 from jaxspec.runtime import hosts
 from jaxspec.runtime.store import limit, program_files
 
@@ -207,10 +206,11 @@ def test_what_was_learned_is_kept_for_the_next_process(clocked, store):
     again = make_engine(store)
     kept = again.runner.drafter.learned
     assert float(kept.accepted.sum()) > 0 and float(kept.tried.sum()) > 0
-    # The buffers of `prepare` begin once more, with the first text: what is kept counts less once.
+    # The buffers of `prepare` begin once more, with the first text, which changes nothing.
     allocated = again.runner.start(0, None)
     begun = again.runner.start(0, allocated)
-    np.testing.assert_allclose(begun.draft.stats.tried, CARRIED_OVER * kept.tried)
+    assert not begun.draft.stats.tried.any()
+    np.testing.assert_allclose(begun.draft.stats.usual_tried, kept.tried)
     assert tokens_of(run(again, params, PROMPT, 40, seed=3))[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
 
 
@@ -257,7 +257,7 @@ def test_a_draft_of_one_token_is_measured(store):
 
 def test_damaged_learned_rates_are_no_rates(store):
     profile = find(store)
-    learned = Learned([2.0] * KINDS, [1.0] * KINDS)
+    learned = Learned([2.0] * KINDS, [1.0] * KINDS, [3.0] * 4)
     save_learned(profile, learned)
     assert load_learned(profile) == learned
     (path,) = profile.parent.iterdir()

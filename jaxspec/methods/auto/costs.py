@@ -16,7 +16,7 @@ import numpy as np
 from jaxspec.config import SamplingParams
 from jaxspec.methods.auto.online import CostFilter, cheapest, differ
 from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, save_costs, save_learned
-from jaxspec.methods.core.cost_model import PRIOR_MEAN, AcceptanceStats, CostModel
+from jaxspec.methods.core.cost_model import PRIOR_MEAN, CostModel, init_acceptance
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
 from jaxspec.methods.core.runner import RESTING, ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.verify import Draft
@@ -246,9 +246,9 @@ class MeasuringRunner(SpeculativeRunner):
         self._use(weigh(times))
         if learned is not None:
             # Arrays of the host: those on a device are donated to the first text.
-            kinds: list[Any] = [np.array(counts, np.float32) for counts in (learned.tried, learned.accepted)]
-            asked: Any = np.array(learned.asked, np.float32)
-            self.drafter.learned = AcceptanceStats(*kinds, *np.zeros_like(kinds), asked, np.zeros_like(asked))
+            blank: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(init_acceptance))
+            counts = {name: np.array(each, np.float32) for name, each in dataclasses.asdict(learned).items()}
+            self.drafter.learned = dataclasses.replace(blank, **counts)
             if self.timer is not None and self.timer.total_s == 0.0:
                 self.timer.draft_first()
         weights = jax.tree.leaves(self.executor.placement.params())
@@ -314,9 +314,8 @@ class MeasuringRunner(SpeculativeRunner):
         if self.times is not None and self._filter.plain_s is not None and self.costs.source == "measured":
             save_costs(self._profile, self.times.corrected(self._filter.costs(), self._filter.plain_s))
         known = jax.device_get(state.draft.stats)
-        tried, accepted = known.tried + known.usual_tried, known.accepted + known.usual_accepted
-        asked = known.asked + known.usual_asked
-        save_learned(self._profile, Learned(tried.tolist(), accepted.tolist(), asked.tolist()))
+        counts = known.tried + known.usual_tried, known.accepted + known.usual_accepted, known.asked + known.usual_asked
+        save_learned(self._profile, Learned(*(each.tolist() for each in counts)))
 
     def report(self) -> AutoChoice:
         return AutoChoice(**self.costs.report(), gain=None if self.timer is None else self.timer.total_gain)

@@ -31,8 +31,8 @@ from jaxspec.methods.core.tree_round import (
     TreeSettings,
     TreeState,
     find_and_join,
+    note_draft,
     take_in,
-    wait_longer,
 )
 from jaxspec.methods.core.verify import Draft
 from jaxspec.models.config import ModelConfig
@@ -147,9 +147,8 @@ def _weigh(
     beside = 1.0 if features.first_order else BESIDE
     first = [place_kind(1 + place, jnp.bool_(False), jnp.int32(0)) - PLACES for place in range(settings.places)]
     chain = jnp.cumprod(jnp.minimum(stats.mean_rate() * stats.place_ratios(beside)[jnp.stack(first)], SUREST))
-    idle = state.idle + verified.count
-    drafting, passes = costs.draft + costs.draft_overhead, jnp.ones(settings.places)
-    prospect = weigh_prospect(copied.candidates.score, chain, passes, stats, costs, idle, state.patience)
+    drafting, one, idle = costs.draft + costs.draft_overhead, jnp.ones(settings.places), state.idle + verified.count
+    prospect = weigh_prospect(copied.candidates.score, chain, one, stats, costs, idle, state.patience)
 
     def draft(carry: tuple) -> tuple:
         cache, _, _, _ = carry
@@ -180,7 +179,8 @@ def _weigh(
         lambda: root_alone(root, settings.num_rows),
     )
     state = dataclasses.replace(state, sequence=dataclasses.replace(sequence, cache=cache), nodes=nodes)
-    return wait_longer(state, prospect, idle), Draft(batch, prospect.wanted.astype(jnp.int32))
+    passes = prospect.wanted.astype(jnp.int32)
+    return note_draft(state, prospect, candidates.score, passes, idle), Draft(batch, passes)
 
 
 def _correct(

@@ -68,9 +68,11 @@ PRIOR_COPY = (0.0, 0.25, 0.45, 0.6, 0.7, 0.78, 0.83, 0.87, 0.9)
 CONTRADICTION = 0.25
 # Observations lose weight with each token, so that a change of subject is noticed.
 FORGETTING = 0.98
-# What earlier texts showed is worth so many observations in a text at most, and so many are kept of each group of kinds.
-USUAL_WEIGHT, USUAL_KEPT = 12.0, 400.0
-HOPE = 0.5
+# Of each group of kinds, and of drafts, so many observations of earlier texts are kept; in a text they count as fewer.
+USUAL_KEPT, USUAL_WEIGHT = 400.0, 12.0
+# A draft is judged by so many standard deviations more tokens than it is expected to bring: what is little known is
+# tried.
+OPTIMISM = 0.5
 
 # Kinds: first choices, other choices, both again where a copy agrees; then copies, and contradicted copies.
 OTHERS, AGREED, COPIES, CONTRADICTED = CLASSES, 2 * CLASSES, 4 * CLASSES, len(PRIOR_COPY)
@@ -185,7 +187,9 @@ def weigh_prospect(
     # It joins the copies, of which it brings what they do not have, or takes their rows.
     joined, own = jnp.interp(jnp.stack([num_copied + rows, rows]), jnp.arange(last + 1), costs.rounds)
     drafting = costs.draft_overhead + costs.draft * needed
-    speed = jnp.maximum((copy_gain + brought * (1 - first_copy)) / (joined + drafting), (1 + brought) / (own + drafting))
+    speed = jnp.maximum(
+        (copy_gain + brought * (1 - first_copy)) / (joined + drafting), (1 + brought) / (own + drafting)
+    )
     pays = speed > copy_gain / costs.rounds[num_copied]
     # A draft that would not pay if all its tokens were accepted is never tried.
     hopeful = jnp.max((1 + length) / alone) > 1 / costs.rounds[0]
@@ -346,35 +350,54 @@ class AcceptanceStats:
     accepted: Array  # float32 [KINDS], those that it confirmed
     usual_tried: Array  # float32 [KINDS], the same of earlier texts
     usual_accepted: Array  # float32 [KINDS]
-    # Drafts that no copies joined: their number, and sums of the tokens that they were expected to bring, of their rows
-    # and of their passes; float32 [4], with forgetting, in this text and in earlier ones.
+    # Drafts that were made where no copies paid: their number, and sums of the tokens that they brought, of their rows
+    # and of their passes; float32 [4], of this text's last tokens, and of all before.
     asked: Array
     usual_asked: Array
+    latest: Array  # float32 [3], of the draft that is verified now: 1 if it counts, its rows, its passes
 
-    def note_draft(
-        self, tokens: Array, rows: Array, passes: Array, counts: Array, verified: Array
-    ) -> "AcceptanceStats":  # fmt: skip
-        """Count a draft, if `counts`, bool [], by the tokens that it is expected to bring; `verified` are forgotten."""
-        one = counts * jnp.stack([jnp.float32(1), tokens, rows, passes])
-        return dataclasses.replace(self, asked=FORGETTING**verified * self.asked + one)
+    def note_draft(self, rows: Array, passes: Array, counts: Array) -> "AcceptanceStats":
+        """Remember a draft whose outcome is to come, if it `counts`, bool []."""
+        return dataclasses.replace(self, latest=counts * jnp.stack([jnp.float32(1), rows, passes]))
+
+    def note_outcome(self, verified: Array) -> "AcceptanceStats":
+        """Count the latest draft by the tokens that were `verified` with it, int32 [], the bonus token included.
+
+        With these, earlier drafts of this text become some of all that were made.
+        """
+        counts, rows, passes = self.latest
+        kept = FORGETTING**verified * self.asked
+        return dataclasses.replace(
+            self,
+            asked=kept + jnp.stack([counts, counts * (verified - 1), rows, passes]),
+            usual_asked=self.usual_asked + self.asked - kept,
+            latest=jnp.zeros(3),
+        )
 
     def usual_draft(self, prior: Array) -> Array:
-        """Expected tokens, rows and passes of a draft, float32 [3]; `prior` before any was made."""
+        """Tokens that a draft brings, its rows and its passes, float32 [3]: the `prior` where none was made.
+
+        The tokens are an upper confidence bound.
+        """
         known = self.asked + jnp.minimum(1.0, USUAL_WEIGHT / jnp.maximum(self.usual_asked[0], 1.0)) * self.usual_asked
-        usual = (known[1:] + PRIOR_WEIGHT * prior) / (known[0] + PRIOR_WEIGHT)
-        # As many as there may be, one standard deviation above: what is little known is tried.
-        doubt = jnp.sqrt(usual[0] / (known[0] + PRIOR_WEIGHT))
-        return usual.at[0].add(HOPE * doubt)
+        count = known[0] + PRIOR_WEIGHT
+        usual = (known[1:] + PRIOR_WEIGHT * prior) / count
+        return usual.at[0].add(OPTIMISM * jnp.sqrt(usual[0] / count))
 
     def next_text(self) -> "AcceptanceStats":
-        """What is known when another text begins: this one is one of several, and none of them is forgotten at once."""
-        tried, accepted = self.usual_tried + self.tried, self.usual_accepted + self.accepted
-        share = [jnp.minimum(1.0, USUAL_KEPT / jnp.maximum(part.sum(), 1.0)) for part in jnp.split(tried, [COPIES, PLACES])]
-        kept = jnp.stack(share)[np.digitize(np.arange(KINDS), [COPIES, PLACES])]
-        asked = self.usual_asked + self.asked
-        asked *= jnp.minimum(1.0, USUAL_KEPT / jnp.maximum(asked[0], 1.0))
-        blank = init_acceptance()
-        return dataclasses.replace(blank, usual_tried=kept * tried, usual_accepted=kept * accepted, usual_asked=asked)
+        """What is known when another text begins: this one is one of several."""
+
+        def keep(tried: Array) -> Array:
+            return jnp.minimum(1.0, USUAL_KEPT / jnp.maximum(tried, 1.0))
+
+        groups = [COPIES, PLACES]
+        tried, asked = self.usual_tried + self.tried, self.usual_asked + self.asked
+        share = jnp.stack([keep(part.sum()) for part in jnp.split(tried, groups)])
+        share = share[np.digitize(np.arange(KINDS), groups)]
+        accepted = share * (self.usual_accepted + self.accepted)
+        return dataclasses.replace(
+            init_acceptance(), usual_tried=share * tried, usual_accepted=accepted, usual_asked=keep(asked[0]) * asked
+        )
 
     def update(self, kind: Array, tried: Array, accepted: Array) -> "AcceptanceStats":
         """Count what became of drafted tokens: their kinds, int32 [n], and which were confirmed, bool [n].
@@ -431,7 +454,7 @@ class AcceptanceStats:
 
 def init_acceptance() -> AcceptanceStats:
     """Nothing observed."""
-    return AcceptanceStats(*(jnp.zeros(KINDS) for _ in range(4)), jnp.zeros(4), jnp.zeros(4))
+    return AcceptanceStats(*(jnp.zeros(KINDS) for _ in range(4)), jnp.zeros(4), jnp.zeros(4), jnp.zeros(3))
 
 
 def class_of(logprob: Array) -> Array:

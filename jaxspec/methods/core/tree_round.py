@@ -154,7 +154,7 @@ def take_in(
     """
     text, stats, sequence, unfed = state.text.append(verified), state.stats, state.sequence, state.unfed
     if stats is not None and state.nodes is not None:
-        stats = learn(stats, state.nodes, verified)
+        stats = learn(stats.note_outcome(verified.count), state.nodes, verified)
     reached, root = jnp.int32(0), None
     if placement is not None and sequence is not None:
         if placement.cfg.features is None:
@@ -271,8 +271,6 @@ class _Weighed:
     nodes: Nodes
     value: Array  # float32 [M * k], expected tokens from evaluating each leaf
     goes_on: Array  # bool [], whether a further pass is worth its time
-    count: Array  # int32 [], of the candidates
-    gain: Array  # float32 [], tokens that the round is expected to bring
 
 
 def _weigh(
@@ -332,8 +330,7 @@ def _weigh(
         new = jax.lax.top_k(value, width)[0].sum()
         further = begun[jnp.minimum(count + width, num_rows - 1)] + costs.draft * (passes + 1)
         fits = made.size + width <= made.rows
-        goes_on = fits & ((gain + new) / further > gain / spent[count])
-        return _Weighed(grown, passes, candidates, nodes, value, goes_on, count, gain)
+        return _Weighed(grown, passes, candidates, nodes, value, fits & ((gain + new) / further > gain / spent[count]))
 
     def plant_tree() -> tuple[Tree, Array]:
         planted = plant_children(model, tree, text.token[text.length - 1], hidden, history, produced, correct)
@@ -348,13 +345,13 @@ def _weigh(
         grown = expand(model, weighed.grown, history, produced, width=width, value=weighed.value, correct=correct)
         return judge(grown, weighed.passes + 1)
 
-    def draft() -> tuple[Candidates, Nodes, Array, Array, Array, Array]:
+    def draft() -> tuple[Candidates, Nodes, Array, Array]:
         judged = judge(start, passes)
-        return judged.candidates, judged.nodes, judged.value, judged.goes_on, judged.count, judged.gain
+        return judged.candidates, judged.nodes, judged.value, judged.goes_on
 
-    def draft_nothing() -> tuple[Candidates, Nodes, Array, Array, Array, Array]:
-        candidates, count, gain = keep_best(copied.candidates, costs.rounds)
-        return candidates, copied.nodes, jnp.zeros(tree.rows * tree.branch), jnp.bool_(False), count, gain
+    def draft_nothing() -> tuple[Candidates, Nodes, Array, Array]:
+        candidates, _, _ = keep_best(copied.candidates, costs.rounds)
+        return candidates, copied.nodes, jnp.zeros(tree.rows * tree.branch), jnp.bool_(False)
 
     with jax.named_scope("draft/grow"):
         weighed = _Weighed(start, passes, *jax.lax.cond(wanted, draft, draft_nothing))
@@ -367,17 +364,22 @@ def _weigh(
         lambda: alone,
     )
     sequence = dataclasses.replace(sequence, cache=weighed.grown.cache)
-    apart = wanted & (prospect.num_copied == 0)
-    stats = stats.note_draft(weighed.gain - 1, weighed.count, weighed.passes, apart, verified.count)
-    state = dataclasses.replace(state, sequence=sequence, tree=weighed.grown.tree, nodes=weighed.nodes, stats=stats)
-    return wait_longer(state, prospect, idle), Draft(batch, weighed.passes)
+    state = dataclasses.replace(state, sequence=sequence, tree=weighed.grown.tree, nodes=weighed.nodes)
+    state = note_draft(state, prospect, weighed.candidates.score, weighed.passes, idle)
+    return state, Draft(batch, weighed.passes)
 
 
-def wait_longer(state: TreeState, prospect: Prospect, idle: Array) -> TreeState:
-    """Count the tokens since the model was asked, and say after how many it is asked again for nothing."""
+def note_draft(state: TreeState, prospect: Prospect, score: Array, passes: Array, idle: Array) -> TreeState:
+    """Remember a draft whose tokens have these scores, float32 [N], and the tokens since the model was asked.
+
+    It says, too, after how many of these the model is asked again for nothing.
+    """
+    assert state.stats is not None
     backoff = jnp.where(prospect.retry, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
+    counts = prospect.wanted & (prospect.num_copied == 0)
     return dataclasses.replace(
         state,
+        stats=state.stats.note_draft((score > -jnp.inf).sum(), passes, counts),
         idle=jnp.where(prospect.wanted, 0, idle),
         patience=jnp.where(prospect.pays, FIRST_PATIENCE, backoff),
     )
