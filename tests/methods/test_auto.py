@@ -148,7 +148,7 @@ def test_drafts_are_asked_for_what_they_brought_and_more_while_little_is_known()
 
     @jax.jit
     def step(stats, verified, counts):
-        return stats.note_draft(jnp.int32(2), jnp.int32(1), counts).note_outcome(verified)
+        return stats.note_draft(jnp.int32(2), jnp.int32(1), counts).note_outcome(jnp.int32(1), verified)
 
     def note(stats, drafts, verified):
         for _ in range(drafts):

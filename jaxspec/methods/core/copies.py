@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.methods.core.cost_model import CONTRADICTED, AcceptanceStats, copy_kind
+from jaxspec.methods.core.cost_model import CONTRADICTED, COPIES, AcceptanceStats, copy_kind
 from jaxspec.pytree import pytree
 from jaxspec.sampling.accept import Verified
 from jaxspec.tree.select import Candidates
@@ -111,6 +111,7 @@ def learn(stats: AcceptanceStats, nodes: Nodes, verified: Verified) -> Acceptanc
     place = jnp.where(known, nodes.depth, 1)
     tried = known & (path[place - 1] == nodes.above)
     accepted = tried & (path[place] == nodes.hash)
+    stats = stats.note_outcome((accepted & (nodes.kind < COPIES)).sum(), verified.count)
     return stats.update(nodes.kind, jnp.where(tried, nodes.weight, 0.0), accepted)
 
 

@@ -360,16 +360,18 @@ class AcceptanceStats:
         """Remember a draft whose outcome is to come, if it `counts`, bool []."""
         return dataclasses.replace(self, latest=counts * jnp.stack([jnp.float32(1), rows, passes]))
 
-    def note_outcome(self, verified: Array) -> "AcceptanceStats":
-        """Count the latest draft by the tokens that were `verified` with it, int32 [], the bonus token included.
+    def note_outcome(self, own: Array, verified: Array) -> "AcceptanceStats":
+        """Count the latest draft by its `own` tokens that were right, of the tokens `verified` with it, int32 [] each.
 
         With these, earlier drafts of this text become some of all that were made.
         """
         counts, rows, passes = self.latest
+        # Where no row was worth verifying, the draft brought nothing, whatever it proposed.
+        brought = jnp.where(rows > 0, counts * jnp.minimum(own, verified - 1), 0.0)
         kept = FORGETTING**verified * self.asked
         return dataclasses.replace(
             self,
-            asked=kept + jnp.stack([counts, counts * (verified - 1), rows, passes]),
+            asked=kept + jnp.stack([counts, brought, rows, passes]),
             usual_asked=self.usual_asked + self.asked - kept,
             latest=jnp.zeros(3),
         )

@@ -154,7 +154,7 @@ def take_in(
     """
     text, stats, sequence, unfed = state.text.append(verified), state.stats, state.sequence, state.unfed
     if stats is not None and state.nodes is not None:
-        stats = learn(stats.note_outcome(verified.count), state.nodes, verified)
+        stats = learn(stats, state.nodes, verified)
     reached, root = jnp.int32(0), None
     if placement is not None and sequence is not None:
         if placement.cfg.features is None:
