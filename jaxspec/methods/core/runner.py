@@ -375,13 +375,14 @@ class SpeculativeRunner(Runner):
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         allowed, _, delayed = state.host.dispatched.popleft()
+        first = state.host.read == 0
         state.host.read += sum(len(output.tokens) for output in outputs)
         if self.timer is None:
             return
         for output in outputs if state.host.pending is None else ():
             self._undrafted = 0 if output.draft_passes else self._undrafted + len(output.tokens)
         if allowed is None:
-            self.timer.leave_out()
+            self.timer.leave_out(ended=first)
         else:
             self.timer.observe(*outputs, allowed=allowed, delayed=delayed)
 

@@ -82,9 +82,9 @@ class RoundTimer:
         """Measure plain decoding after the first drafts: earlier processes have learned what drafts bring."""
         self._rounds = PLAIN_EVERY - ENOUGH_ROUNDS
 
-    def leave_out(self) -> None:
-        """A round was read that is not to be timed, nor is the one after it."""
-        self._last = self.latest_s = None
+    def leave_out(self, ended: bool = False) -> None:
+        """A round was read that is not to be timed, nor is the one after it unless this one `ended` just now."""
+        self._last, self.latest_s = self.now() if ended else None, None
 
     def forget_drafts(self) -> None:
         """Drafts are made in another way from now on: what was measured of them says nothing."""
