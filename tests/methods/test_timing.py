@@ -89,6 +89,16 @@ def test_the_first_round_of_a_text_and_pauses_of_the_caller_are_not_counted(time
     assert timer.total_s < 100
 
 
+def test_a_round_after_one_that_ended_is_timed(timer, clock):
+    for ended, expected in ((False, None), (True, 3.0)):
+        timer.begin_text()
+        clock.seconds += 100.0
+        timer.leave_out(ended=ended)
+        clock.seconds += 3.0
+        timer.observe(DRAFTED, allowed=True)
+        assert timer.latest_s == expected
+
+
 def test_a_pass_beside_a_round_is_not_the_rounds(timer, clock):
     run(timer, clock, 20, drafted_s=1.0)
     gain = timer.gain
