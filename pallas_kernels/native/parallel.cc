@@ -28,6 +28,7 @@ constexpr int kSeats = 64;
 // Never destroyed: threads of the pool may outlive static objects.
 Seat* const seats = new Seat[kSeats];
 std::atomic<int> waiting{0};  // about how many threads do
+std::atomic<int64_t> coming{0};  // jobs that the pool was given and no thread has begun
 
 void pause() {
 #if defined(__x86_64__)
@@ -58,15 +59,14 @@ void sit(Seat& seat) {
   const auto begin = Clock::now();
   waiting.fetch_add(1, std::memory_order_relaxed);
   for (auto last = begin;;) {
-    for (int spins = 0; spins < 16; spins++) {
-      if (seat.state.load(std::memory_order_acquire) == Seat::kGiven) {
-        const std::shared_ptr<Job> job = std::move(seat.job);
-        job->run();
-        seat.state.store(Seat::kWaiting, std::memory_order_release);
-        waiting.fetch_add(1, std::memory_order_relaxed);
-        last = Clock::now();
-      }
-      pause();
+    // Looking at the clock takes as long as many looks at the seat.
+    for (int spins = 0; spins < 16 && seat.state.load(std::memory_order_acquire) != Seat::kGiven; spins++) pause();
+    if (seat.state.load(std::memory_order_acquire) == Seat::kGiven) {
+      const std::shared_ptr<Job> job = std::move(seat.job);
+      job->run();
+      seat.state.store(Seat::kWaiting, std::memory_order_release);
+      waiting.fetch_add(1, std::memory_order_relaxed);
+      last = Clock::now();
     }
     const auto now = Clock::now();
     if ((now - last > kStay || now - begin > kLongestStay) && seat.change(Seat::kWaiting, Seat::kEmpty)) {
@@ -96,6 +96,7 @@ void Job::wait() const {
 }
 
 void serve(std::shared_ptr<Job> job) {
+  coming.fetch_sub(1, std::memory_order_relaxed);
   job->run();
   job.reset();
   for (int i = 0; i < kSeats; i++)
@@ -110,7 +111,12 @@ void run_parallel(ThreadPool& pool, int64_t threads, int64_t units, Job::Call ca
   }
   // Shared: a helper that comes late finds nothing left to do, possibly after this function has returned.
   const auto job = std::make_shared<Job>(units, call, work);
-  for (int64_t i = 1 + give(job, threads - 1); i < threads; i++) pool.schedule(job);
+  for (int64_t i = 1 + give(job, threads - 1); i < threads; i++) {
+    // Where the pool is busy, more threads that come too late would only take time from it.
+    if (coming.load(std::memory_order_relaxed) >= threads - 1) break;
+    coming.fetch_add(1, std::memory_order_relaxed);
+    pool.schedule(job);
+  }
   job->run();
   job->wait();
 }

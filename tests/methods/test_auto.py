@@ -173,6 +173,8 @@ def test_drafts_are_asked_for_what_they_brought_and_more_while_little_is_known()
         160
     )
     assert not pays(step(note(fresh, 40, 1), jnp.int32(300), jnp.bool_(False)))
+    # A draft that was made ahead of nothing has no outcome.
+    jax.tree.map(np.testing.assert_array_equal, step(fresh, jnp.int32(0), jnp.bool_(True)), fresh)
 
 
 def test_a_round_without_a_draft_changes_nothing():
@@ -283,7 +285,7 @@ def test_a_draft_that_is_never_sure_is_left_alone(draft):
 
 
 def test_rounds_are_counted_by_whether_the_draft_ran():
-    rounds = decode(LLAMA_AUTO_LONG, PROMPT, 150, "random", 1)
+    rounds = first_text(LLAMA_AUTO_LONG, "random", PROMPT, 150, 1)
     counts = count_speculation(rounds, 150, num_spec_tokens=LLAMA_AUTO_LONG.method.num_draft_tokens)
     assert all(counts.rounds_by_kind[kind] for kind in ("plain", "copied", "drafted"))
 

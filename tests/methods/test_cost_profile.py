@@ -121,6 +121,22 @@ def test_the_figures_are_those_of_the_times():
     assert fill_rows({1: 1.0, 3: 2.0}) == (1.0, 1.5, 2.0)
 
 
+@pytest.fixture
+def drafts_were_long(store):
+    """An earlier process made long drafts; what it measured is gone."""
+    save_learned(find(store), Learned([2.0] * KINDS, [1.0] * KINDS, [100.0, 150.0, 600.0, 500.0]))
+
+
+@pytest.mark.thorough
+def test_what_was_learned_does_not_change_what_is_measured(drafts_were_long, clocked):
+    engine, _ = clocked
+    assert engine.runner.drafter.learned is not None
+    engine.calibrate(params_of(CASE, "copy"))
+    report = engine.runner.report()
+    assert report.draft_cost == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
+    assert report.round_cost == pytest.approx((ROW_S + SEARCH_S) / PLAIN_S, abs=1e-3)
+
+
 @pytest.mark.thorough
 def test_rounds_are_measured_once_and_kept(clocked, store):
     engine, clock = clocked
@@ -263,7 +279,9 @@ def test_damaged_learned_rates_are_no_rates(store):
     (path,) = profile.parent.iterdir()
     good = json.loads(path.read_text())
     huge = [{**good, "tried": [count] * KINDS} for count in (1e300, 10**400)]  # of which 32 bits make infinity
-    for damaged in ("{", {**good, "tried": [1.0]}, {**good, "accepted": [-1.0] * KINDS}, *huge):
+    few = [{**good, "asked": counts} for counts in ([3.0], [0.0, 1.0, 1.0, 1.0], [-1.0] * 4)]
+    share = [{**good, "accepted": [count] * KINDS} for count in (-1.0, 2.5)]
+    for damaged in ("{", {**good, "tried": [1.0]}, *share, *few, *huge):
         path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
         assert load_learned(profile) is None, damaged
 

@@ -156,7 +156,10 @@ class _Rounds:
         context = np.int32(min(CONTEXT, spare_slots(runner.slots, self._num_rows)))
         cache = state.target.cache
         cache = dataclasses.replace(cache, length=place(context, cache.length.sharding))
-        self._keep(target=dataclasses.replace(state.target, cache=cache))
+        # What is known of drafts would say how long one is worth making.
+        stats = jax.tree.map(lambda leaf: place(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), state.draft.stats)
+        draft = dataclasses.replace(state.draft, stats=stats)
+        self._keep(target=dataclasses.replace(state.target, cache=cache), draft=draft)
         jax.block_until_ready(self.state)
 
     def verify(self, rows: int, count: int) -> dict[Any, float]:
@@ -291,11 +294,11 @@ class MeasuringRunner(SpeculativeRunner):
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
         self._tokens += sum(len(output.tokens) for output in outputs)
-        if self.timer is not None and self.timer.latest_s is not None and self.costs.source == "measured":
+        if self.timer is not None and self.costs.source == "measured":
             self._correct(outputs, self.timer.latest_s)
 
-    def _correct(self, outputs: Sequence[StepOutput], seconds: float) -> None:
-        """Take in what a dispatch took, and weigh with the costs that follow."""
+    def _correct(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
+        """Take in what a dispatch took, if it was timed, and weigh with the costs that follow."""
         self._filter.observe(outputs, seconds)
         self._trials = max(0, self._trials - sum(output.draft_passes > 0 for output in outputs))
         self.costs, used = self._filter.costs(), self._used

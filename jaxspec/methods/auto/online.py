@@ -38,14 +38,14 @@ class CostFilter:
         self._seconds: np.ndarray | None = None
         self._spread = np.zeros((6, 6))
 
-    def observe(self, outputs: Sequence[StepOutput], seconds: float) -> None:
-        """Take in the rounds of one dispatch and what it took; the first ones without drafts set the scale.
+    def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
+        """Take in the rounds of a dispatch and what it took, if it was timed; first ones without drafts set the scale.
 
         A draft after plain rounds takes what it lacks first, so that it says nothing of drafts in a row.
         """
         plain = [not output.drafted and not output.draft_passes for output in outputs]
         lagged, self._lags = self._lags or any(plain), plain[-1]
-        if lagged and any(output.draft_passes for output in outputs):
+        if seconds is None or (lagged and any(output.draft_passes for output in outputs)):
             return
         amounts = sum((self._amounts(output) for output in outputs), np.zeros(6))
         each = self._seconds

@@ -19,7 +19,7 @@ from jaxspec.config import MOST_TOKENS
 from jaxspec.errors import CheckpointError
 from jaxspec.files import digest_text, read_json, write_whole
 from jaxspec.methods.base import DeviceChoice, Measured
-from jaxspec.methods.core.cost_model import KINDS, CostModel, fill_rows
+from jaxspec.methods.core.cost_model import COPIES, KINDS, CostModel, fill_rows
 from jaxspec.methods.core.round import Models
 from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
@@ -206,6 +206,9 @@ def _read_learned(saved: Any) -> Learned:
         raise ValueError("its kinds of tokens are others")
     if not all(0 <= count <= MOST_TOKENS for count in (*learned.tried, *learned.accepted, *learned.asked)):
         raise ValueError("a count is none")
+    shares = zip(learned.accepted[:COPIES], learned.tried, strict=False)
+    if any(accepted > tried for accepted, tried in shares) or (learned.asked[0] == 0 and any(learned.asked)):
+        raise ValueError("more was accepted than tried")
     return learned
 
 

@@ -365,7 +365,8 @@ class AcceptanceStats:
 
         With these, earlier drafts of this text become some of all that were made.
         """
-        counts, rows, passes = self.latest
+        # Nothing was verified where a draft was made ahead.
+        counts, rows, passes = jnp.where(verified > 0, self.latest, 0.0)
         # Where no row was worth verifying, the draft brought nothing, whatever it proposed.
         brought = jnp.where(rows > 0, counts * jnp.minimum(own, verified - 1), 0.0)
         kept = FORGETTING**verified * self.asked
@@ -456,7 +457,8 @@ class AcceptanceStats:
 
 def init_acceptance() -> AcceptanceStats:
     """Nothing observed."""
-    return AcceptanceStats(*(jnp.zeros(KINDS) for _ in range(4)), jnp.zeros(4), jnp.zeros(4), jnp.zeros(3))
+    kinds, drafts, latest = map(jnp.zeros, (KINDS, 4, 3))
+    return AcceptanceStats(kinds, kinds, kinds, kinds, drafts, drafts, latest)
 
 
 def class_of(logprob: Array) -> Array:

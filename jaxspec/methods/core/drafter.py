@@ -115,6 +115,10 @@ class Drafter(abc.ABC):
         """
         raise NotImplementedError
 
+    def drop(self, state: Any) -> Any:
+        """Another batch is verified than `draft` proposed last: nothing is to be learned from what becomes of that."""
+        return state
+
     def num_rows_kept(self, state: Any) -> int:
         """Rows of the draft's cache; waits for what runs on `state`."""
         raise NotImplementedError

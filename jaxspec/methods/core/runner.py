@@ -352,8 +352,8 @@ class SpeculativeRunner(Runner):
         # Rule R4 holds for every tree: where drafts are rejected by chance otherwise, the rule needs no more of it.
         batch = passes.chain(root, forced) if forced or ahead is None else Draft(ahead.batch, ahead.passes)
         target, verified, round_ = passes.verify(params.target, target, batch, request, matcher)
-        if forced and ahead is None:
-            draft = drafter.skip(params, draft, state.verified)
+        if forced:
+            draft = drafter.drop(draft) if ahead is not None else drafter.skip(params, draft, state.verified)
         if drafter.drops:
             # While the host reads the round; where forced tokens follow, it is not used.
             target, draft, host.ahead = drafter.draft(params, target, draft, verified, request)

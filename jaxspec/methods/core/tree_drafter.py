@@ -211,6 +211,15 @@ class TreeDrafter(Drafter):
         limit = 1 if flush else self.unfed_rows if self._resting else verified.tokens.shape[0]
         return self._skip(params.draft if self._is_fed else (), state, verified, np.int32(limit))
 
+    def drop(self, state: TreeState) -> TreeState:
+        if state.stats is None or state.nodes is None:
+            return state
+        weight, latest = (
+            place(np.zeros(leaf.shape, leaf.dtype), leaf.sharding) for leaf in (state.nodes.weight, state.stats.latest)
+        )
+        nodes, stats = dataclasses.replace(state.nodes, weight=weight), dataclasses.replace(state.stats, latest=latest)
+        return dataclasses.replace(state, nodes=nodes, stats=stats)
+
     def _begin(self, sequence: SequenceState | None, state: TreeState | None) -> TreeState:
         if state is not None:
             return self._restart(sequence, state.stats, state.idle, state.patience)

@@ -339,7 +339,7 @@ def _weigh(
 
     empty = init_tree(tree.rows, tree.branch)
     planted, kind = jax.lax.cond(wanted, plant_tree, lambda: (empty, empty.child_token))
-    start = Grown(cache, planted, spread_states(own, tree), kind)
+    start, caught_up = Grown(cache, planted, spread_states(own, tree), kind), jnp.maximum(passes - 1, 0)
 
     def grow(weighed: _Weighed) -> _Weighed:
         grown = expand(model, weighed.grown, history, produced, width=width, value=weighed.value, correct=correct)
@@ -365,7 +365,8 @@ def _weigh(
     )
     sequence = dataclasses.replace(sequence, cache=weighed.grown.cache)
     state = dataclasses.replace(state, sequence=sequence, tree=weighed.grown.tree, nodes=weighed.nodes)
-    state = note_draft(state, prospect, weighed.candidates.score, weighed.passes, idle)
+    # Drafts in a row lack no tokens that plain rounds decoded.
+    state = note_draft(state, prospect, weighed.candidates.score, weighed.passes - caught_up, idle)
     return state, Draft(batch, weighed.passes)
 
 
