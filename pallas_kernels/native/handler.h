@@ -38,7 +38,7 @@ class XlaThreads final : public ThreadPool {
 
   int64_t num_threads() const override { return pool_.num_threads(); }
   void schedule(std::shared_ptr<Job> job) override {
-    pool_.Schedule([job] { serve(job); });
+    pool_.Schedule([job] { job->run(); });
   }
 
  private:

@@ -19,20 +19,16 @@ class Job {
   void wait() const;
 
  private:
-  alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<int64_t> done_{0};
+  std::atomic<int64_t> next_{0}, done_{0};
   const int64_t units_;
   const Call call_;
   const void* const work_;
 };
 
-// Run a job, and those that follow it soon.
-void serve(std::shared_ptr<Job> job);
-
 class ThreadPool {
  public:
   virtual int64_t num_threads() const = 0;
-  // Call `serve(job)` on one of the threads, some time.
+  // Call `job->run()` on one of the threads, some time.
   virtual void schedule(std::shared_ptr<Job> job) = 0;
 
  protected:
