@@ -69,7 +69,7 @@ CONTRADICTION = 0.25
 # Observations lose weight with each token, so that a change of subject is noticed.
 FORGETTING = 0.98
 # Of each group of kinds, and of drafts, so many observations of earlier texts are kept; in a text they count as fewer.
-USUAL_KEPT, USUAL_WEIGHT = 400.0, 12.0
+USUAL_KEPT, USUAL_WEIGHT = 150.0, 12.0
 # A draft is judged by so many standard deviations more tokens than it is expected to bring: what is little known is
 # tried.
 OPTIMISM = 0.5
