@@ -27,6 +27,11 @@ def place(value: Any, sharding: Any) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index], dtype=whole.dtype)
 
 
+def zeros_of(tree: Any) -> Any:
+    """Zeros in the place of arrays, on the same devices."""
+    return jax.tree.map(lambda leaf: place(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), tree)
+
+
 def empty(shape: jax.ShapeDtypeStruct) -> jax.Array:
     """An array of which this process holds nothing."""
     return jax.make_array_from_single_device_arrays(shape.shape, shape.sharding, [], dtype=shape.dtype)  # pyright: ignore[reportArgumentType]

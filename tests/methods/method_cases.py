@@ -181,6 +181,11 @@ def plain_engine(family):
     return engine
 
 
+def forget_drafts(case):
+    """Begin the next text with nothing learned of a draft: other tests share the engine, with other drafts."""
+    engine_of(case)._idle.clear()
+
+
 def run(engine, params, prompt, count, seed=0, **sampling):
     """Rounds of a generation."""
     options = SamplingParams(max_tokens=count, **sampling)

@@ -20,6 +20,7 @@ from method_cases import (
     check_counts,
     decode,
     engine_of,
+    forget_drafts,
     logprobs_of,
     models_of,
     params_of,
@@ -372,6 +373,7 @@ class Turns:
 def test_plain_rounds_feed_the_draft_too(monkeypatch):
     """Rounds of plain decoding, of one and of several tokens, leave the draft where drafted ones do."""
     monkeypatch.setattr(engine_of(FED_AUTO).runner, "timer", Turns())
+    forget_drafts(FED_AUTO)
     for index, sampling in enumerate(("greedy", "T=1")):
         rounds = decode(FED_AUTO, (PROMPT, PROMPT[:1])[index], 30, "copy", index, **SAMPLINGS[sampling])
         expected = plain("llama", (PROMPT, PROMPT[:1])[index], 30, index, **SAMPLINGS[sampling])
@@ -411,6 +413,7 @@ def counting_fills(monkeypatch, runner, worth):
 @pytest.mark.parametrize("case", [FED_AUTO, pytest.param(LLAMA_AUTO, marks=pytest.mark.thorough)], ids=case_id)
 def test_the_draft_takes_a_prompt_once_that_is_little_beside_the_answer(case, monkeypatch):
     runner, params = engine_of(case).runner, params_of(case, "copy")
+    forget_drafts(case)
     monkeypatch.setattr(runner, "timer", Turns())
     monkeypatch.setattr(runner, "_undrafted", 0)
     taken = counting_fills(monkeypatch, runner, 20.0)

@@ -22,7 +22,7 @@ from jaxspec.methods.core.runner import RESTING, ROUNDS_PER_DISPATCH, Speculativ
 from jaxspec.methods.core.verify import Draft
 from jaxspec.results import Choice
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.transfer import place
+from jaxspec.runtime.transfer import place, zeros_of
 from jaxspec.tree.tree import Batch
 
 # Verified rows that are timed, as far as a batch has so many.
@@ -157,8 +157,7 @@ class _Rounds:
         cache = state.target.cache
         cache = dataclasses.replace(cache, length=place(context, cache.length.sharding))
         # What is known of drafts would say how long one is worth making.
-        stats = jax.tree.map(lambda leaf: place(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), state.draft.stats)
-        draft = dataclasses.replace(state.draft, stats=stats)
+        draft = dataclasses.replace(state.draft, stats=zeros_of(state.draft.stats))
         self._keep(target=dataclasses.replace(state.target, cache=cache), draft=draft)
         jax.block_until_ready(self.state)
 

@@ -38,7 +38,7 @@ from jaxspec.methods.core.tree_round import (
 from jaxspec.methods.core.verify import Draft, draft_shapes
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.runtime.transfer import place, read_scalar
+from jaxspec.runtime.transfer import place, read_scalar, zeros_of
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import history_shapes
 from jaxspec.sampling.request import Request, request_shapes
@@ -214,11 +214,8 @@ class TreeDrafter(Drafter):
     def drop(self, state: TreeState) -> TreeState:
         if state.stats is None or state.nodes is None:
             return state
-        weight, latest = (
-            place(np.zeros(leaf.shape, leaf.dtype), leaf.sharding) for leaf in (state.nodes.weight, state.stats.latest)
-        )
-        nodes, stats = dataclasses.replace(state.nodes, weight=weight), dataclasses.replace(state.stats, latest=latest)
-        return dataclasses.replace(state, nodes=nodes, stats=stats)
+        stats = dataclasses.replace(state.stats, latest=zeros_of(state.stats.latest))
+        return dataclasses.replace(state, nodes=zeros_of(state.nodes), stats=stats)
 
     def _begin(self, sequence: SequenceState | None, state: TreeState | None) -> TreeState:
         if state is not None:
