@@ -373,6 +373,7 @@ class Turns:
 def test_plain_rounds_feed_the_draft_too(monkeypatch):
     """Rounds of plain decoding, of one and of several tokens, leave the draft where drafted ones do."""
     monkeypatch.setattr(engine_of(FED_AUTO).runner, "timer", Turns())
+    monkeypatch.setattr(engine_of(FED_AUTO).runner, "worth_taking", lambda prompt: 0.0)
     forget_drafts(FED_AUTO)
     for index, sampling in enumerate(("greedy", "T=1")):
         rounds = decode(FED_AUTO, (PROMPT, PROMPT[:1])[index], 30, "copy", index, **SAMPLINGS[sampling])
@@ -380,30 +381,31 @@ def test_plain_rounds_feed_the_draft_too(monkeypatch):
         assert tokens_of(rounds) == tokens_of(expected)
         assert {bool(one.drafted) for one in rounds} == {False, True}
         assert max(len(one.tokens) for one in rounds if not one.drafted) > 1
-    steps = Steps(FED_AUTO, "copy", LONG_PROMPT, 3, **SAMPLINGS["T=1"])
+    steps, asked = Steps(FED_AUTO, "copy", LONG_PROMPT, 3, **SAMPLINGS["T=1"]), []
     for turn in range(9):
         known = len(steps.text)
         steps.step()
         fresh = steps.prefilled(steps.text)
         draft = steps.state.draft
         assert int(draft.sequence.seen) + int(draft.unfed.count) == known
-        if turn % 3 == 2:
-            assert int(draft.unfed.count) == 0
+        if int(draft.unfed.count) == 0:
+            asked.append(turn)
             lengthened = dataclasses.replace(steps.caches()["draft"], length=known - 1)
             assert_prefix(lengthened, fresh.draft.sequence.cache, known - 1)
         verified, count = steps.state.verified, int(steps.state.verified.count)
         np.testing.assert_allclose(
             np.asarray(verified.states)[count - 1], np.asarray(fresh.verified.states)[0], rtol=1e-4, atol=1e-4
         )
+    assert len(asked) > 1
 
 
 def counting_fills(monkeypatch, runner, worth):
     """Of each prompt that the draft takes, the tokens that were read of the answer by then."""
     taken, fill, take = [], runner.drafter.fill, runner._take_prompt
 
-    def note(params, state, most):
-        monkeypatch.setattr(runner.drafter, "fill", lambda *rest: (taken.append(state.host.read), fill(*rest))[1])
-        return take(params, state, most)
+    def note(params, state, *rest):
+        monkeypatch.setattr(runner.drafter, "fill", lambda *given: (taken.append(state.host.read), fill(*given))[1])
+        return take(params, state, *rest)
 
     monkeypatch.setattr(runner, "_take_prompt", note)
     monkeypatch.setattr(runner, "worth_taking", lambda prompt: worth)

@@ -44,8 +44,9 @@ PLACE_BRANCH = 4
 # draft should gain so much by the lower of measured and built-in figures, so many drafts are made by these: at first,
 # and again after so many tokens, each time twice as many.
 WORTH_TRYING, TRIALS, TRY_AGAIN = 1.15, 6, 256
-# Share of an answer's time that a draft may take for the prompt: an answer that ends then has lost so much.
-PROMPT_SHARE = 0.125
+# Drafts after which an earlier one counts a third. Tokens of an answer after which a draft takes a prompt that costs as
+# much time as one of them, whatever drafts bring.
+REMEMBERED, LONGEST_WAIT = 32, 30.0
 # Tokens after which what was learned is kept the first time; then each time that the number has doubled.
 WORTH_KEEPING = 64
 
@@ -246,11 +247,17 @@ class MeasuringRunner(SpeculativeRunner):
         learned = None if profile is None else load_learned(profile)
         self._tokens, self._keep_at = 0, WORTH_KEEPING
         self._use(weigh(times))
+        # Tokens of drafted rounds, and what they cost, in plain tokens.
+        self._drafts = REMEMBERED * np.array([self._used.gain(PRIOR_MEAN, length), 1.0])
         if learned is not None:
             # Arrays of the host: those on a device are donated to the first text.
             blank: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(init_acceptance))
             counts = {name: np.array(each, np.float32) for name, each in dataclasses.asdict(learned).items()}
             self.drafter.learned = dataclasses.replace(blank, **counts)
+            number, *each = learned.asked
+            if number > 0:
+                brought, rows, passes = np.array(each) / number
+                self._drafts = REMEMBERED * np.array([1 + brought, self._plain_tokens(rows, passes)])
             if self.timer is not None and self.timer.total_s == 0.0:
                 self.timer.draft_first()
         weights = jax.tree.leaves(self.executor.placement.params())
@@ -285,16 +292,28 @@ class MeasuringRunner(SpeculativeRunner):
                 self._used, self._trials = least, TRIALS
 
     def worth_taking(self, prompt: int) -> float:
-        # A token of a prompt costs the draft as a further row the target, each over its own pass of one row.
-        passes = self._used.passes
+        # As many tokens may come as came already. A token of a prompt costs the draft as a further row the target, each
+        # over its own pass of one row.
+        passes, (tokens, spent) = self._used.passes, self._drafts
         row = (passes[-1] - passes[0]) / max(1, passes.size - 1)
-        return prompt * row * self._used.draft / PROMPT_SHARE
+        cost = self._used.round + prompt * row * self._used.draft
+        return cost / max(1 - spent / tokens, 1 / LONGEST_WAIT)
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
         self._tokens += sum(len(output.tokens) for output in outputs)
+        for output in outputs:
+            if output.draft_passes:
+                drafted = len(output.tokens), self._plain_tokens(output.drafted, output.draft_passes)
+                self._drafts = (1 - 1 / REMEMBERED) * self._drafts + drafted
         if self.timer is not None and self.costs.source == "measured":
             self._correct(outputs, self.timer.latest_s)
+
+    def _plain_tokens(self, rows: float, passes: float) -> float:
+        """Plain tokens that a round of so many drafted rows and draft passes costs."""
+        costs, every = self.costs, np.arange(self._num_rows)
+        spent = np.interp(rows, every, costs.rounds) + costs.draft_overhead + costs.draft * passes
+        return float(spent / costs.rounds[0])
 
     def _correct(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Take in what a dispatch took, if it was timed, and weigh with the costs that follow."""

@@ -130,7 +130,9 @@ class Auto(Method):
         figures: dict[str, Any] = {name: value for name, value in known.items() if name in given} | used
         overhead = 0.0 if "draft_cost" in used else known.get("draft_overhead", 0.0)
         source = "given" if len(used) == len(given) else f"given, rest {rest}" if used else rest
-        cost = figures.get("draft_cost", 0.0 if draft is None else relative_draft_cost(target, draft))
+        cost = figures.get("draft_cost", 0.0)
+        if draft is not None and "draft_cost" not in figures:
+            cost = relative_draft_cost(target, draft)
         passes = pass_costs(target, self.num_rows, figures.get("pass_cost", ()))
         one_pass = draft is not None and num_places(draft) > 0
         return CostModel(passes, cost, figures.get("round_cost", ROUND_COST), overhead, one_pass, source)

@@ -263,18 +263,21 @@ class SpeculativeRunner(Runner):
         """Tokens of an answer after which a draft takes its prompt of so many tokens."""
         return 1.0
 
-    def _take_prompt(self, params: ModelParams, state: SpeculativeState, most: int) -> tuple[Any, bool]:
+    def _take_prompt(
+        self, params: ModelParams, state: SpeculativeState, most: int, paused: bool = False
+    ) -> tuple[Any, bool]:
         """The draft's state before a dispatch of at most `most` tokens, and whether its model rests in it.
 
-        Short answers end before a draft has paid for the prompt. It takes it once that is little beside the answer, or
-        no more hidden states can be kept for it.
+        Short answers end before a draft has paid for the prompt. It takes it once that is little beside the answer and
+        it is not `paused`, or no more hidden states can be kept for it.
         """
         host, drafter = state.host, self.drafter
         if host.pending is None:
             return state.draft, False
         kept = 1 + host.read + sum(tokens for _, tokens, _ in host.dispatched)
         fits = not drafter.unfed_rows or kept + most + self._path <= drafter.unfed_rows
-        if drafter.rests and fits and host.read < self.worth_taking(len(host.pending.tokens) - host.pending.known):
+        waits = paused or host.read < self.worth_taking(len(host.pending.tokens) - host.pending.known)
+        if drafter.rests and fits and waits:
             return state.draft, True
         pending, host.pending = host.pending, None
         if not self._is_fed and self._undrafted >= RESTING:
@@ -306,20 +309,21 @@ class SpeculativeRunner(Runner):
         host, first = state.host, not state.host.begun
         host.begun = True
         unsettled = loading or (first and host.pending is not None)
-        allowed = not unsettled and (self.timer is None or self.timer.may_draft())
+        paused = self.timer is not None and not unsettled and not self.timer.may_draft()
         most = STEPS_PER_DISPATCH - 1 + self._path
-        if not allowed:
+        if unsettled or (paused and not (shared is not None and self.drafter.rests)):
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
             # After it, so that the first token does not wait for the draft.
             delayed, host.filled = host.filled, False
             draft, resting = self._take_prompt(params, state, most)
             self.drafter.rest(resting)
-            host.dispatched.append((None if unsettled else allowed, most, delayed))
+            host.dispatched.append((None if unsettled else False, most, delayed))
             draft = self.drafter.skip(params, draft, state.verified)
             return SpeculativeState(target, draft, verified, host), round_, min_tokens
-        draft, resting = self._take_prompt(params, state, most)
-        self.drafter.rest(resting)
-        host.dispatched.append((allowed, most, host.filled))
+        # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
+        draft, resting = self._take_prompt(params, state, most, paused)
+        self.drafter.rest(resting, paused)
+        host.dispatched.append((not paused, most, host.filled))
         host.filled = False
         if shared is not None:
             count = min(ROUNDS_PER_DISPATCH, room)

@@ -24,6 +24,9 @@ from jaxspec.sampling.processors import History, history_shapes, init_history, u
 # Rows of a prefill pass: few fixed sizes, so that no prompt length compiles anything new. On CPU 64 rows run at 60 % of
 # the arithmetic peak and 512 near it; a third size would cost another compilation for little.
 CHUNKS = (64, 512)
+# After so many rounds in a row to which no draft added a token, a round whose batch is the root alone decodes several
+# tokens. Before, it decodes one: a draft that appears is noticed at once. A text begins as if it had been idle.
+IDLE_ROUNDS = 4
 # What a state holds of a text that it does not keep.
 ABSENT: Any = None
 
@@ -95,7 +98,7 @@ class ModelSequence:
             if not keeps_text:
                 return SequenceState(cache, seen=seen)
             history = update_history(history, root[None], jnp.ones(1, bool), vocab, generated=False)
-            return SequenceState(cache, history, root, jnp.int32(0), jnp.int32(0), seen)
+            return SequenceState(cache, history, root, jnp.int32(0), jnp.int32(IDLE_ROUNDS), seen)
 
         def create(root):
             cache = init_cache(

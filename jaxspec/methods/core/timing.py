@@ -128,7 +128,7 @@ class RoundTimer:
             spent = max(0.0, seconds - usual)
             self.spent_s += spent
             self.pass_s = spent if self.pass_s is None else 0.8 * self.pass_s + 0.2 * spent
-        elif drafted:
+        elif drafted and allowed:
             share = seconds * sum(drafted) / tokens  # of the rounds with a draft
             if rest and self.plain_s:
                 # As usual if they were timed before, else what plain ones leave.
@@ -137,7 +137,8 @@ class RoundTimer:
             self._drafted.extend((count, share / len(drafted)) for count in drafted)
             self._ever[0] += sum(drafted)
             self._ever[1] += share
-        elif not allowed:
+        elif not allowed and not drafted and len(outputs) == 1:
+            # Several rounds without a draft hold the other costs of each.
             self._plain.append(seconds / tokens)
 
     @property

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.methods.core.round import Round, pack_round
-from jaxspec.methods.core.sequence import ABSENT, SequenceState
+from jaxspec.methods.core.sequence import ABSENT, IDLE_ROUNDS, SequenceState
 from jaxspec.models.kv_cache import KVCache, commit_path, commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward_with_states, vocab_logits
@@ -27,9 +27,6 @@ from jaxspec.tree.tree import Batch, ancestor_matrix
 LAZY_HEAD_ROWS = 128
 # Up to so many rows an accelerator decides all of them at once; above, it walks as a CPU does, in a captured loop.
 ROWS_AT_ONCE = 64
-# After so many rounds in a row to which no draft added a token, a round whose batch is the root alone decodes several
-# tokens. Before, it decodes one: a draft that appears is noticed at once.
-IDLE_ROUNDS = 4
 
 
 @pytree
