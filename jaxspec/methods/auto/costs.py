@@ -302,12 +302,15 @@ class MeasuringRunner(SpeculativeRunner):
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
         self._tokens += sum(len(output.tokens) for output in outputs)
+        self._note_drafts(outputs)
+        if self.timer is not None and self.costs.source == "measured":
+            self._correct(outputs, self.timer.latest_s)
+
+    def _note_drafts(self, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
             if output.draft_passes:
                 drafted = len(output.tokens), self._plain_tokens(output.drafted, output.draft_passes)
                 self._drafts = (1 - 1 / REMEMBERED) * self._drafts + drafted
-        if self.timer is not None and self.costs.source == "measured":
-            self._correct(outputs, self.timer.latest_s)
 
     def _plain_tokens(self, rows: float, passes: float) -> float:
         """Plain tokens that a round of so many drafted rows and draft passes costs."""

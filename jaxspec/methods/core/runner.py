@@ -276,8 +276,8 @@ class SpeculativeRunner(Runner):
             return state.draft, False
         kept = 1 + host.read + sum(tokens for _, tokens, _ in host.dispatched)
         fits = not drafter.unfed_rows or kept + most + self._path <= drafter.unfed_rows
-        waits = paused or host.read < self.worth_taking(len(host.pending.tokens) - host.pending.known)
-        if drafter.rests and fits and waits:
+        missing = len(host.pending.tokens) - host.pending.known
+        if drafter.rests and fits and (paused or host.read < self.worth_taking(missing)):
             return state.draft, True
         pending, host.pending = host.pending, None
         if not self._is_fed and self._undrafted >= RESTING:
