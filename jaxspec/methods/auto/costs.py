@@ -257,7 +257,8 @@ class MeasuringRunner(SpeculativeRunner):
             number, *each = learned.asked
             if number > 0:
                 brought, rows, passes = np.array(each) / number
-                self._drafts = REMEMBERED * np.array([1 + brought, self._plain_tokens(rows, passes)])
+                spent = self.costs.spent(rows, passes) / self.costs.rounds[0]
+                self._drafts = REMEMBERED * np.array([1 + brought, spent])
             if self.timer is not None and self.timer.total_s == 0.0:
                 self.timer.draft_first()
         weights = jax.tree.leaves(self.executor.placement.params())
@@ -309,14 +310,8 @@ class MeasuringRunner(SpeculativeRunner):
     def _note_drafts(self, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
             if output.draft_passes:
-                drafted = len(output.tokens), self._plain_tokens(output.drafted, output.draft_passes)
-                self._drafts = (1 - 1 / REMEMBERED) * self._drafts + drafted
-
-    def _plain_tokens(self, rows: float, passes: float) -> float:
-        """Plain tokens that a round of so many drafted rows and draft passes costs."""
-        costs, every = self.costs, np.arange(self._num_rows)
-        spent = np.interp(rows, every, costs.rounds) + costs.draft_overhead + costs.draft * passes
-        return float(spent / costs.rounds[0])
+                spent = self.costs.spent(output.drafted, output.draft_passes) / self.costs.rounds[0]
+                self._drafts = (1 - 1 / REMEMBERED) * self._drafts + np.array([len(output.tokens), spent])
 
     def _correct(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Take in what a dispatch took, if it was timed, and weigh with the costs that follow."""

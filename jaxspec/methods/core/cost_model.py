@@ -116,12 +116,16 @@ class CostModel:
         rounds[0] = self.passes[0] + self.round / STEPS_PER_DISPATCH
         return rounds
 
+    def spent(self, rows: Any, passes: Any) -> Any:
+        """Costs of rounds with so many drafted rows, which may be means, and draft passes; numbers or arrays."""
+        rounds = np.interp(rows, np.arange(len(self.passes)), self.rounds)
+        return rounds + self.draft_overhead + self.draft * passes
+
     def gain(self, rate: float, length: int) -> float:
         """Speed over plain decoding of the best chain of up to `length` tokens, each right with a chance of `rate`."""
         tokens = np.arange(1, min(length, len(self.passes) - 1) + 1)
         passes = np.ones_like(tokens) if self.one_pass else tokens
-        spent = self.rounds[tokens] + self.draft_overhead + self.draft * passes
-        speed = (1 + np.cumsum(rate**tokens)) / spent
+        speed = (1 + np.cumsum(rate**tokens)) / self.spent(tokens, passes)
         return float(speed.max(initial=0.0) * self.rounds[0])
 
     def place(self, placement: Placement) -> PlacedCosts:
