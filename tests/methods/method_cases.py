@@ -14,6 +14,7 @@ from tiny_pairs import FAMILIES, FLOAT32, VOCAB, draft_params, draft_placement, 
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
+from jaxspec.methods.auto.online import Worth
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
@@ -185,7 +186,7 @@ def forget_drafts(case):
     """Begin the next text with nothing learned of a draft: other tests share the engine, with other drafts."""
     engine_of(case)._idle.clear()
     if isinstance(case.method, Auto):
-        engine_of(case).runner._drafts = np.ones(2)
+        engine_of(case).runner.worth = Worth(1.0)
 
 
 def run(engine, params, prompt, count, seed=0, **sampling):

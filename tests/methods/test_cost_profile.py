@@ -12,8 +12,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.auto import costs as cost_profile
 from jaxspec.methods.auto import profiles
-from jaxspec.methods.auto.costs import TRIALS, measured_rows, spare_slots
-from jaxspec.methods.auto.online import cheapest
+from jaxspec.methods.auto.costs import measured_rows, spare_slots
 from jaxspec.methods.auto.profiles import (
     Learned,
     RoundTimes,
@@ -151,8 +150,8 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     np.testing.assert_allclose(report.pass_cost, expected, atol=2e-3)
     assert report.draft_cost == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
     assert report.round_cost == pytest.approx((ROW_S + SEARCH_S) / PLAIN_S, abs=1e-3)
-    # The device weighs with what the report says, or less, as no draft pays by it; not with what measuring needed.
-    costs = cheapest(*(CASE.method.costs(models_of(CASE), times) for times in (engine.runner.times, None)))
+    # The device weighs with what the report says, not with what measuring needed.
+    costs = CASE.method.costs(models_of(CASE), engine.runner.times)
     np.testing.assert_allclose(engine.runner.drafter.operands.rounds[1], costs.rounds[1], rtol=1e-3)
     engine.calibrate(params)
     assert clock.samples == samples, "once"
@@ -246,8 +245,8 @@ def test_costs_are_corrected_by_rounds_and_kept(clocked, store):
 
 
 @pytest.mark.thorough
-def test_costs_of_a_busy_machine_are_tried(store):
-    """By them nothing pays, and without drafts no round would show that they are wrong."""
+def test_costs_of_a_busy_machine_are_corrected(store):
+    """By them nothing pays: plain rounds show what rounds cost, and drafts that are made all the same what these do."""
     save_costs(find(store), dataclasses.replace(TIMES, search_s=0.03, draft_s=0.001))
     engine = make_engine(store)
     begun = engine.runner.report()
@@ -255,7 +254,7 @@ def test_costs_of_a_busy_machine_are_tried(store):
     engine.runner.timer.now = itertools.count(0, 0.04).__next__  # a dispatch of four tokens of 10 ms
     rounds = run(engine, params_of(CASE, "copy"), PROMPT, 200, seed=3)
     assert tokens_of(rounds)[:200] == tokens_of(plain(CASE.family, PROMPT, 200, 3))[:200]
-    assert sum(one.draft_passes > 0 for one in rounds) > TRIALS
+    assert sum(one.draft_passes > 0 for one in rounds) > 1
     assert engine.runner.report().round_cost < 1.5
     assert make_engine(store).runner.report().round_cost < 1.5
     # A draft that is known to be dear is left alone.

@@ -255,11 +255,7 @@ def good_params(wrong=(), heeds=0.0):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "method",
-    [Chain(4), SpecInfer((1, 1, 1, 1))],
-    ids=lambda method: method.name,
-)
+@pytest.mark.parametrize("method", [Chain(4), SpecInfer((1, 1, 1, 1))], ids=lambda method: method.name)
 def test_a_good_draft_is_always_accepted(method):
     placement, params = good_params()
     engine = Engine(Models(Placement(FAMILIES["llama"], plan_mesh(1), FLOAT32), placement), method, 150)
@@ -417,29 +413,31 @@ def test_the_draft_takes_a_prompt_once_that_is_little_beside_the_answer(case, mo
     runner, params = engine_of(case).runner, params_of(case, "copy")
     forget_drafts(case)
     monkeypatch.setattr(runner, "timer", Turns())
-    monkeypatch.setattr(runner, "_undrafted", 0)
     taken = counting_fills(monkeypatch, runner, 20.0)
-    expected = tokens_of(plain("llama", LONG_PROMPT, 85, 2))
+    expected = tokens_of(plain("llama", LONG_PROMPT, 60, 2))
     assert tokens_of(run(engine_of(case), params, LONG_PROMPT, 12, 2)) == expected[:12] and not taken
     rounds = run(engine_of(case), params, LONG_PROMPT, 60, 2)
     assert tokens_of(rounds) == expected[:60]
     assert len(taken) == 1 and 20 <= taken[0] <= 45 and sum(one.draft_passes > 0 for one in rounds) > 1
-    # What is kept for the draft has an end.
-    taken.clear()
-    monkeypatch.setattr(runner, "worth_taking", lambda prompt: np.inf)
-    rounds = run(engine_of(case), params, LONG_PROMPT, 85, 2)
-    assert tokens_of(rounds) == expected
-    assert len(taken) == (case == FED_AUTO) and all(read < runner.drafter.unfed_rows for read in taken)
 
 
-def test_an_answer_that_no_draft_has_read_is_kept_for_the_next_turn(monkeypatch):
+@pytest.mark.parametrize("worth", [120, np.inf], ids=["late", "never"])
+def test_a_draft_goes_on_without_what_it_missed(worth, monkeypatch):
+    """It takes the prompt and the latest tokens, or neither in a text; what the target holds is kept in any case."""
     engine, params = engine_of(FED_AUTO), params_of(FED_AUTO, "copy")
+    runner, prompt = engine.runner, PROMPT[:3]
+    forget_drafts(FED_AUTO)
     monkeypatch.setattr(engine, "session_memory", None)
-    taken = counting_fills(monkeypatch, engine.runner, np.inf)
-    rounds, _ = answer(engine, params, LONG_PROMPT, 24, 1)
-    assert not taken
-    prompt = [*LONG_PROMPT, *tokens_of(rounds), *PROMPT[:3]]
-    warm, cached = answer(engine, params, prompt, 24, 2)
-    assert len(LONG_PROMPT) + 24 - 3 <= cached < len(prompt) - 1
-    monkeypatch.setattr(engine, "session_memory", 0)
-    assert tokens_of(warm) == tokens_of(answer(engine, params, prompt, 24, 2)[0])
+    missing, count_missing = [], runner.drafter.num_missing
+    monkeypatch.setattr(
+        runner.drafter, "num_missing", lambda state: (missing.append(count_missing(state)), missing[-1])[1]
+    )
+    taken = counting_fills(monkeypatch, runner, worth)
+    for turn, count in enumerate((150, 130)):
+        rounds, cached = answer(engine, params, prompt, count, turn)
+        assert tokens_of(rounds) == tokens_of(plain("llama", prompt, count, turn))
+        asked = [one for one in rounds if one.draft_passes > 0]
+        assert len(taken) == bool(asked) == (worth == 120)
+        assert cached == 0 if turn == 0 else 20 <= cached < len(prompt) - 1 and min(missing) > 0
+        prompt = [*prompt, *tokens_of(rounds)[:20], *PROMPT[-3:]]
+        taken.clear()

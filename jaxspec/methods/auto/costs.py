@@ -14,11 +14,11 @@ import jax
 import numpy as np
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.auto.online import CostFilter, cheapest, differ
+from jaxspec.methods.auto.online import CostFilter, Worth, differ
 from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, save_costs, save_learned
 from jaxspec.methods.core.cost_model import PRIOR_MEAN, CostModel, init_acceptance
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
-from jaxspec.methods.core.runner import RESTING, ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
+from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.verify import Draft
 from jaxspec.results import Choice
 from jaxspec.runtime.placement import Placement
@@ -40,13 +40,6 @@ CONTEXT = 256
 BRANCH = 2
 # Tokens of each place of a block: below one that was accepted, further ones hardly ever are.
 PLACE_BRANCH = 4
-# What was measured on a busy machine may be so dear that nothing is drafted, and then no round corrects it. Where a
-# draft should gain so much by the lower of measured and built-in figures, so many drafts are made by these: at first,
-# and again after so many tokens, each time twice as many.
-WORTH_TRYING, TRIALS, TRY_AGAIN = 1.15, 6, 256
-# Drafts after which an earlier one counts a third. Tokens of an answer after which a draft takes a prompt that costs as
-# much time as one of them, whatever drafts bring.
-REMEMBERED, LONGEST_WAIT = 32, 30.0
 # Tokens after which what was learned is kept the first time; then each time that the number has doubled.
 WORTH_KEEPING = 64
 
@@ -247,8 +240,7 @@ class MeasuringRunner(SpeculativeRunner):
         learned = None if profile is None else load_learned(profile)
         self._tokens, self._keep_at = 0, WORTH_KEEPING
         self._use(weigh(times))
-        # Tokens of drafted rounds, and what they cost, in plain tokens.
-        self._drafts = REMEMBERED * np.array([self._used.gain(PRIOR_MEAN, length), 1.0])
+        gain = self._used.gain(PRIOR_MEAN, length)
         if learned is not None:
             # Arrays of the host: those on a device are donated to the first text.
             blank: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(init_acceptance))
@@ -257,10 +249,10 @@ class MeasuringRunner(SpeculativeRunner):
             number, *each = learned.asked
             if number > 0:
                 brought, rows, passes = np.array(each) / number
-                spent = self.costs.spent(rows, passes) / self.costs.rounds[0]
-                self._drafts = REMEMBERED * np.array([1 + brought, spent])
+                gain = (1 + brought) / self.costs.spent(rows, passes) * self.costs.rounds[0]
             if self.timer is not None and self.timer.total_s == 0.0:
                 self.timer.draft_first()
+        self.worth = Worth(gain)
         weights = jax.tree.leaves(self.executor.placement.params())
         small = sum(leaf.size * leaf.dtype.itemsize for leaf in weights) <= MOST_BYTES
         self.measures = self._profile is not None and small and times is None
@@ -278,55 +270,39 @@ class MeasuringRunner(SpeculativeRunner):
         return self.start(0, None)
 
     def _use(self, costs: CostModel) -> None:
-        self.costs, self._filter, self._trials, self._try_at = costs, CostFilter(costs), 0, self._tokens + TRY_AGAIN
-        self._used = costs  # of the drafter
-        self._try_cheaper()
-        self.drafter.use_costs(self._used)
-        # A draft that is not expected to pay takes no prompt before it is asked.
-        self._undrafted = 0 if self._used.gain(PRIOR_MEAN, self._length) > 1.0 else RESTING
-
-    def _try_cheaper(self) -> None:
-        """Draft a few times where only dear figures speak against it."""
-        if self.costs.source == "measured" and self.costs.gain(PRIOR_MEAN, self._length) <= 1.0:
-            least = cheapest(self.costs, self._weigh(None))
-            if least.gain(PRIOR_MEAN, self._length) > WORTH_TRYING:
-                self._used, self._trials = least, TRIALS
+        self.costs, self._used, self._filter = costs, costs, CostFilter(costs)  # `_used` are those of the drafter
+        self.drafter.use_costs(costs)
 
     def worth_taking(self, prompt: int) -> float:
-        # As many tokens may come as came already. A token of a prompt costs the draft as a further row the target, each
-        # over its own pass of one row.
-        passes, (tokens, spent) = self._used.passes, self._drafts
+        # A token of a prompt costs the draft as a further row the target, each over its own pass of one row.
+        passes = self._used.passes
         row = (passes[-1] - passes[0]) / max(1, passes.size - 1)
-        cost = self._used.round + prompt * row * self._used.draft
-        return cost / max(1 - spent / tokens, 1 / LONGEST_WAIT)
+        return self.worth.taking(self._used.round + prompt * row * self._used.draft)
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
         self._tokens += sum(len(output.tokens) for output in outputs)
-        self._note_drafts(outputs)
+        self._note_drafts(state, outputs)
         if self.timer is not None and self.costs.source == "measured":
             self._correct(outputs, self.timer.latest_s)
 
-    def _note_drafts(self, outputs: Sequence[StepOutput]) -> None:
+    def _note_drafts(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         for output in outputs:
             if output.draft_passes:
                 spent = self.costs.spent(output.drafted, output.draft_passes) / self.costs.rounds[0]
-                self._drafts = (1 - 1 / REMEMBERED) * self._drafts + np.array([len(output.tokens), spent])
+                state.host.gained += self.worth.note(output, spent)
 
     def _correct(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Take in what a dispatch took, if it was timed, and weigh with the costs that follow."""
         self._filter.observe(outputs, seconds)
-        self._trials = max(0, self._trials - sum(output.draft_passes > 0 for output in outputs))
-        self.costs, used = self._filter.costs(), self._used
-        if not self._trials and differ(self.costs, used):
+        self.costs = self._filter.costs()
+        if differ(self.costs, self._used):
             self._used = self.costs
-        if not self._trials and self._tokens >= self._try_at:
-            self._try_at = 2 * self._tokens
-            self._try_cheaper()
-        if self._used is not used:
             self.drafter.use_costs(self._used)
 
     def close(self, state: SpeculativeState | None) -> None:
+        if state is not None:
+            self.worth.end_text(state.host.read, state.host.pending is None, state.host.gained)
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
         self._keep_at = 2 * self._tokens

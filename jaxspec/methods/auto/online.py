@@ -1,6 +1,7 @@
-"""Costs corrected by the rounds themselves: what a dispatch took says what its rounds cost (`CostFilter`)."""
+"""What rounds say while decoding: what they cost (`CostFilter`), and whether drafts are worth a prompt (`Worth`)."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,9 @@ DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.05, 0.12
 MOST_OFF = 2.0
 # Figures are used once a round of some rows would cost so much more or less by them.
 WORTH_USING = 0.03
+# Drafts after which an earlier one counts a third. A draft that seems not to pay takes a prompt, to see whether it does
+# now, once so many times what that costs were decoded without it: at first, and at most after it was found not to pay.
+REMEMBERED, FIRST_WAIT, LONGEST_WAIT = 32, 30.0, 960.0
 
 
 class CostFilter:
@@ -94,10 +98,35 @@ class CostFilter:
         return np.array([1.0, 1.0, self._rows[rows], rows, passes, passes > 0])
 
 
-def cheapest(one: CostModel, other: CostModel) -> CostModel:
-    """The lower figures of both."""
-    names = "passes", "draft", "draft_overhead", "round"
-    return dataclasses.replace(one, **{name: np.minimum(getattr(one, name), getattr(other, name)) for name in names})
+class Worth:
+    """When a draft takes a prompt: by what recent drafts brought, and else now and then. Tokens are plain ones."""
+
+    def __init__(self, gain: float):
+        """`gain` is believed of drafts: their speed over plain decoding."""
+        self._brought = REMEMBERED * np.array([gain, 1.0])  # tokens, and what they cost
+        self._wait, self._rested = FIRST_WAIT, 0.0
+
+    def note(self, output: StepOutput, spent: float) -> float:
+        """Take in a round with a draft, which cost as much as `spent` tokens; returns what it gained."""
+        # A chain of so many passes and rows brings no more; the others are of copies, or were decoded plainly.
+        tokens = min(len(output.tokens), 1 + min(output.drafted, output.draft_passes))
+        self._brought = (1 - 1 / REMEMBERED) * self._brought + np.array([tokens, spent])
+        return tokens - spent
+
+    def taking(self, cost: float) -> float:
+        """Tokens of an answer after which the draft takes its prompt, which costs as much as `cost` tokens."""
+        tokens, spent = self._brought
+        # As many tokens may come as came already.
+        pays = cost / (1 - spent / tokens) if spent < tokens else math.inf
+        return min(pays, self._wait * cost - self._rested)
+
+    def end_text(self, decoded: int, taken: bool, gained: float) -> None:
+        """A text of so many tokens has ended; was its prompt `taken`, and what did its drafts gain?"""
+        if not taken:
+            self._rested += decoded
+            return
+        self._rested = 0.0
+        self._wait = FIRST_WAIT if gained > 0 else min(2 * self._wait, LONGEST_WAIT)
 
 
 def differ(one: CostModel, other: CostModel) -> bool:

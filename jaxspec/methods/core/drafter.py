@@ -59,7 +59,7 @@ class Drafter(abc.ABC):
     slots: int = 0  # of the draft's cache; 0 without a model
     defers: bool = False  # whether its model takes a prompt with `fill`, which may come after the first token
     rests: bool = False  # whether rounds may come before that, see `rest`
-    unfed_rows: int = 0  # W, hidden states that are kept for a resting model; it must take the prompt before
+    unfed_rows: int = 0  # W, hidden states of the latest tokens that are kept for a model that is not asked
     propose: Propose | None = None  # what `draft` runs; None where rounds have a dispatch each
     skips: bool = False  # whether `skip` works after every round: it takes in tokens that it did not propose
     drops: bool = False  # whether a round may verify another batch than `draft` proposed
@@ -105,10 +105,7 @@ class Drafter(abc.ABC):
         return None
 
     def rest(self, resting: bool, paused: bool = False) -> None:
-        """Whether the model has no part in the drafts that follow; where it is `paused`, it takes in the text alone.
-
-        The default always has a part.
-        """
+        """Whether the model has no part in the drafts that follow, or is `paused`; the default always has a part."""
         return None
 
     def skip(self, params: ModelParams, state: Any, verified: Verified, flush: bool = False) -> Any:
@@ -128,6 +125,10 @@ class Drafter(abc.ABC):
 
     def num_unfed(self, state: Any) -> int:
         """Tokens whose hidden states are kept until the draft takes them; waits for what runs on `state`."""
+        return 0
+
+    def num_missing(self, state: Any) -> int:
+        """Tokens of the text whose hidden states the draft did not take, and never will; waits likewise."""
         return 0
 
 
@@ -290,34 +291,45 @@ def feed_block(params: Params, cfg: ModelConfig, sequence: SequenceState, verifi
 
 @pytree
 class Unfed:
-    """Hidden states of the text's last tokens, which a draft that is fed them has not taken yet."""
+    """Hidden states of the text's last tokens, which a draft that is fed them has not taken yet.
+
+    A draft that is not asked for long never takes earlier ones: for it, these tokens are not there.
+    """
 
     states: Array  # float32 [W, n * D], see `Verified.states`; W is a multiple of its P rows
     count: Array  # int32 [], tokens that they belong to
 
     def append(self, verified: Verified) -> "Unfed":
-        """The same with what was verified, for which there is room."""
+        """The same with what was verified; without room for it the older half goes."""
         assert verified.states is not None
-        start = self.count, jnp.int32(0)
-        return Unfed(jax.lax.dynamic_update_slice(self.states, verified.states, start), self.count + verified.count)
+        half = self.states.shape[0] // 2
+
+        def drop(unfed: Unfed) -> Unfed:
+            return Unfed(unfed.states.at[:half].set(unfed.states[half:]), unfed.count - half)
+
+        # A loop of at most one turn: a conditional would copy the states.
+        kept = jax.lax.while_loop(lambda unfed: ~unfed.has_room(verified), drop, self)
+        states = jax.lax.dynamic_update_slice(kept.states, verified.states, (kept.count, jnp.int32(0)))
+        return Unfed(states, kept.count + verified.count)
+
+    def has_room(self, verified: Verified) -> Array:
+        """Whether all rows of a round fit, bool []."""
+        return self.count + verified.tokens.shape[0] <= self.states.shape[0]
 
 
 def feed(
-    params: Params,
-    cfg: ModelConfig,
-    text: Text,
-    sequence: SequenceState,
-    unfed: Unfed,
-    verified: Verified,
-    limit: Array,
-) -> tuple[SequenceState, Unfed, tuple[Array, Array], Array]:
-    """Run the tokens of `text` that a feature draft has not taken, the root last, once they are `limit`, int32 [].
+    params: Params, cfg: ModelConfig, text: Text, sequence: SequenceState, unfed: Unfed, verified: Verified,
+    wanted: Array,
+) -> tuple[SequenceState, Unfed, tuple[Array, Array], Array]:  # fmt: skip
+    """Run the tokens of `text` that a feature draft has not taken, the root last, where `wanted`, bool [].
 
-    They run in pieces of P rows. Returns the sequence; what is left; what the head sees of the root, float32 [1, D],
+    An assistant, whose keys have the target's positions, takes them when there is no room for more, too. They run in
+    pieces of P rows. Returns the sequence; what is left; what the head sees of the root, float32 [1, D],
     and the root's own state, where they ran; and the number of passes.
     """
     rows, first = verified.tokens.shape[0], text.length - unfed.count
-    runs = unfed.count >= limit
+    assert cfg.features is not None
+    runs = wanted if cfg.features.kind != "assistant" else wanted | ~unfed.has_room(verified)
 
     def run(sequence: SequenceState, done: Array) -> tuple[Array, Array, SequenceState]:
         token = jax.lax.dynamic_slice_in_dim(text.token, first + done, rows)

@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 # Most rounds of one dispatch; most rows of a batch and bytes of the target: passes over more of them take so long that
 # a dispatch is little beside them, and tokens should not wait for each other.
 ROUNDS_PER_DISPATCH, MOST_ROWS, MOST_BYTES = 4, 32, 256 << 20
-# Tokens without a draft model after which a new prompt is not run through it at once.
-RESTING = 32
 
 
 class Runner(abc.ABC):
@@ -153,15 +151,16 @@ class Runner(abc.ABC):
 class HostState:
     """The host's part of one generation's state."""
 
-    # Of each dispatch that was not read yet, whether it could draft, None where its time says nothing; the most tokens
-    # that it brings; and whether it waits for the draft to take the prompt.
-    dispatched: collections.deque[tuple[bool | None, int, bool]] = dataclasses.field(default_factory=collections.deque)
+    # Of each dispatch that was not read yet, whether it could draft, None where its time says nothing; and whether it
+    # waits for the draft to take the prompt.
+    dispatched: collections.deque[tuple[bool | None, bool]] = dataclasses.field(default_factory=collections.deque)
     pending: Pending | None = None  # what the draft has still to take
     begun: bool = False  # whether a round was dispatched
     filled: bool = False  # whether the draft takes the prompt before the next dispatch
     # Of the next round under a constraint, already drafted: the draft has taken in what was verified, whose count is 0.
     ahead: Draft | None = None
     read: int = 0  # tokens of rounds that were read
+    gained: float = 0.0  # tokens that drafts brought less those of their time, where the method knows
 
 
 @pytree
@@ -191,14 +190,12 @@ class SpeculativeRunner(Runner):
         """
         layers = () if draft is None or draft.cfg.features is None else draft.cfg.features.layers
         verified = verified_shapes(target, max_path, layers)
-        self._path = verified.tokens.shape[0]
-        self.slots = cache_slots(tokens, max(self._path, num_rows))
+        self.slots = cache_slots(tokens, max(verified.tokens.shape[0], num_rows))
         self.drafter, self.timer = make_drafter(verified), timer
         self._is_fed = bool(layers)
         self._constrained: ConstrainedPasses | None = None
         rows = self.drafter.shapes.batch.rows
         self._constraint = functools.partial(ConstrainedPasses, num_rows=rows, dynamic_rows=dynamic_rows, layers=layers)
-        self._undrafted = 0  # tokens since the draft model ran, of all texts
         self.executor: TargetExecutor = make_executor(
             target, self.slots, steps=STEPS_PER_DISPATCH if timer else 0, max_path=max_path, draft=self.drafter.shapes,
             rule=rule, dynamic_rows=dynamic_rows, idle_steps=self.drafter.idle_steps, layers=layers,
@@ -237,19 +234,20 @@ class SpeculativeRunner(Runner):
     def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
         if self.timer is not None:
             self.timer.begin_text()
-        kept = self.num_cached(state, common, len(tokens) - 1)
-        if self._is_fed:
-            # States are not kept beyond a text, or a piece of a prompt.
-            draft = state.draft
-            if state.host.pending is not None:
-                draft = self.drafter.fill(params, draft, state.host.pending)
-            if state.host.begun and self.drafter.unfed_rows:
-                draft = self.drafter.skip(params, draft, state.verified, flush=True)
-            state = dataclasses.replace(state, draft=draft)
+        kept, draft, host = self.num_cached(state, common, len(tokens) - 1), state.draft, state.host
+        known = kept  # of the draft
+        # States are not kept beyond a text, or a piece of a prompt.
+        if self._is_fed and not host.begun and host.pending is not None:
+            draft = self.drafter.fill(params, draft, host.pending)
+        elif self._is_fed and host.begun and self.drafter.num_missing(draft):
+            known = 0  # its text begins with what is new
+        elif self._is_fed and host.begun and self.drafter.unfed_rows:
+            draft = self.drafter.skip(params, draft, state.verified, flush=True)
         target, states = self.executor.resume(params.target, state.target, tokens, kept)
-        draft = self.drafter.resume(params, state.draft, tokens, kept, states, not state.host.begun)
+        draft = self.drafter.resume(params, draft, tokens, known, states, not host.begun)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
-        pending = Pending(tokens[:-1], states, self.drafter.num_rows_kept(draft) if self.drafter.defers else 0)
+        rows = self.drafter.num_rows_kept(draft) if self.drafter.defers else 0
+        pending = Pending(tokens[kept - known : -1], states, rows)
         return self._begin(params, SpeculativeState(target, draft, verified, HostState()), pending)
 
     def _begin(self, params: ModelParams, state: SpeculativeState, pending: Pending) -> SpeculativeState:
@@ -263,37 +261,31 @@ class SpeculativeRunner(Runner):
         """Tokens of an answer after which a draft takes its prompt of so many tokens."""
         return 1.0
 
-    def _take_prompt(
-        self, params: ModelParams, state: SpeculativeState, most: int, paused: bool = False
-    ) -> tuple[Any, bool]:
-        """The draft's state before a dispatch of at most `most` tokens, and whether its model rests in it.
+    def _take_prompt(self, params: ModelParams, state: SpeculativeState, paused: bool = False) -> tuple[Any, bool]:
+        """The draft's state before a dispatch, and whether its model rests in it.
 
         Short answers end before a draft has paid for the prompt. It takes it once that is little beside the answer and
-        it is not `paused`, or no more hidden states can be kept for it.
+        it is not `paused`.
         """
         host, drafter = state.host, self.drafter
         if host.pending is None:
             return state.draft, False
-        kept = 1 + host.read + sum(tokens for _, tokens, _ in host.dispatched)
-        fits = not drafter.unfed_rows or kept + most + self._path <= drafter.unfed_rows
         missing = len(host.pending.tokens) - host.pending.known
-        if drafter.rests and fits and (paused or host.read < self.worth_taking(missing)):
+        if drafter.rests and (paused or host.read < self.worth_taking(missing)):
             return state.draft, True
-        pending, host.pending = host.pending, None
-        if not self._is_fed and self._undrafted >= RESTING:
-            # It has not run for so long that it takes the text when it is asked again.
-            return state.draft, False
-        host.filled = True
+        pending, host.pending, host.filled = host.pending, None, True
         return drafter.fill(params, state.draft, pending), False
 
     def num_cached(self, state: SpeculativeState, common: int, count: int) -> int:
         if self._is_fed:
             # The hidden state of the last of them is needed and was not kept, so it runs again.
+            common = max(0, common - 1)
+        if self._is_fed and not (state.host.begun and self.drafter.num_missing(state.draft)):
             pending = state.host.pending
             rows = self.drafter.num_rows_kept(state.draft) if pending is None else max(0, len(pending.tokens) - 1)
             if state.host.begun and self.drafter.unfed_rows:
                 rows += self.drafter.num_unfed(state.draft) + read_scalar(state.verified.count)
-            common = max(0, min(common - 1, rows))
+            common = min(common, rows)
         return super().num_cached(state, common, count)
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
@@ -308,22 +300,22 @@ class SpeculativeRunner(Runner):
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
         host, first = state.host, not state.host.begun
         host.begun = True
-        unsettled = loading or (first and host.pending is not None)
+        alone = host.pending is not None or (self.timer is not None and self.drafter.placement is None)
+        unsettled = loading or (first and alone)  # the first token waits for no others
         paused = self.timer is not None and not unsettled and not self.timer.may_draft()
-        most = STEPS_PER_DISPATCH - 1 + self._path
         if unsettled or (paused and not (shared is not None and self.drafter.rests)):
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
             # After it, so that the first token does not wait for the draft.
             delayed, host.filled = host.filled, False
-            draft, resting = self._take_prompt(params, state, most)
+            draft, resting = self._take_prompt(params, state, paused)
             self.drafter.rest(resting)
-            host.dispatched.append((None if unsettled else False, most, delayed))
+            host.dispatched.append((None if unsettled else False, delayed))
             draft = self.drafter.skip(params, draft, state.verified)
             return SpeculativeState(target, draft, verified, host), round_, min_tokens
         # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
-        draft, resting = self._take_prompt(params, state, most, paused)
+        draft, resting = self._take_prompt(params, state, paused)
         self.drafter.rest(resting, paused)
-        host.dispatched.append((not paused, most, host.filled))
+        host.dispatched.append((not paused, host.filled))
         host.filled = False
         if shared is not None:
             count = min(ROUNDS_PER_DISPATCH, room)
@@ -345,10 +337,10 @@ class SpeculativeRunner(Runner):
     ) -> tuple[SpeculativeState, Round]:
         passes, drafter, host = self.constrain(), self.drafter, state.host
         host.begun = True
-        draft, resting = self._take_prompt(params, state, passes.max_path)
+        draft, resting = self._take_prompt(params, state)
         drafter.rest(resting)
         # Its time says nothing of rounds without a constraint.
-        host.dispatched.append((None, passes.max_path, False))
+        host.dispatched.append((None, False))
         forced = matcher.chain(min(passes.num_rows, passes.max_path) - 1) if drafter.skips else []
         target, ahead = state.target, host.ahead
         if not forced and ahead is None:
@@ -378,13 +370,11 @@ class SpeculativeRunner(Runner):
         self.drafter.earlier = earlier
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
-        allowed, _, delayed = state.host.dispatched.popleft()
+        allowed, delayed = state.host.dispatched.popleft()
         first = state.host.read == 0
         state.host.read += sum(len(output.tokens) for output in outputs)
         if self.timer is None:
             return
-        for output in outputs if state.host.pending is None else ():
-            self._undrafted = 0 if output.draft_passes else self._undrafted + len(output.tokens)
         if allowed is None:
             self.timer.leave_out(ended=first)
         else:

@@ -13,16 +13,8 @@ import numpy as np
 
 from jaxspec.methods.core.block import block_round
 from jaxspec.methods.core.copies import EARLIER_TOKENS, Text
-from jaxspec.methods.core.cost_model import (
-    CostModel,
-    init_acceptance,
-)
-from jaxspec.methods.core.drafter import (
-    Drafter,
-    Pending,
-    Unfed,
-    feed,
-)
+from jaxspec.methods.core.cost_model import CostModel, init_acceptance
+from jaxspec.methods.core.drafter import Drafter, Pending, Unfed, feed
 from jaxspec.methods.core.proposals import DraftModel, Propose
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
 from jaxspec.methods.core.sequence import ModelSequence, PromptStates, SequenceState
@@ -70,7 +62,7 @@ class TreeDrafter(Drafter):
         self.shapes = draft_shapes(placement, settings.num_rows)
         capacity = slots + verified.tokens.shape[0] + (EARLIER_TOKENS if settings.copies else 0)
         self._copies = settings.copies is not None
-        self._home, self._is_fed, self._resting, self._never = placement, False, False, None
+        self._home, self._is_fed, self._never = placement, False, None
         self.programs, sequence, tree = (), None, None
         if has_model:
             self.placement, self.slots, self.defers = placement, slots, True
@@ -87,7 +79,10 @@ class TreeDrafter(Drafter):
             self.unfed_rows = path * (UNFED_ROUNDS + -(-UNFED_TOKENS // path))
             states = placement.array((self.unfed_rows, verified.states.shape[1]), jnp.float32)
             unfed = Unfed(states, placement.array((), jnp.int32))
-        self.rests = has_model and settings.weighs and (not self._is_fed or unfed is not None)
+        # An assistant takes a prompt by copying its keys.
+        features = placement.cfg.features if has_model else None
+        self.rests = has_model and settings.weighs and not settings.places
+        self.rests &= features is None or features.kind != "assistant"
         if not settings.weighs:
             self.idle_steps = STEPS_PER_DISPATCH if settings.copies else 0
 
@@ -113,11 +108,11 @@ class TreeDrafter(Drafter):
                 return block_round(model, settings, state, verified, history, costs)
             return draft_round(model, settings, state, verified, history, costs)
 
-        def skip(params, state, verified, limit):
+        def skip(params, state, verified, flush):
             state, _, _ = take_in(params, placement if has_model else None, state, verified)
             if state.unfed is not None and state.sequence is not None:
                 sequence, left, _, _ = feed(
-                    params, placement.cfg, state.text, state.sequence, state.unfed, verified, limit
+                    params, placement.cfg, state.text, state.sequence, state.unfed, verified, flush
                 )
                 state = dataclasses.replace(state, sequence=sequence, unfed=left)
             return dataclasses.replace(
@@ -142,7 +137,7 @@ class TreeDrafter(Drafter):
         context = [history_shapes(placement), request_shapes(placement)] if has_model else [(), ()]
         args = [params, state, verified, *context, *shapes]
         self.draft_program = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
-        args = [params if self._is_fed else (), state, verified, scalar]
+        args = [params if self._is_fed else (), state, verified, placement.array((), jnp.bool_)]
         self._skip = Program("draft skip", skip, plan, args, state, donate=[1])
         self.propose = draft if costs is not None else lambda *arguments: draft(*arguments[:-1])
         self.programs = (*self.programs, self.draft_program, self._create, self._restart, self._skip)
@@ -158,7 +153,7 @@ class TreeDrafter(Drafter):
     def rest(self, resting: bool, paused: bool = False) -> None:
         if self.rests:
             never = {"draft": self._never} if resting else {"draft_overhead": self._never} if paused else {}
-            self._resting, self.operands = resting, dataclasses.replace(self._costs, **never)
+            self.operands = dataclasses.replace(self._costs, **never)
 
     def start(self, root: int, state: TreeState | None) -> TreeState:
         """See `Drafter.start`; what was learned of drafts counts in the next text, too, with less weight."""
@@ -198,6 +193,12 @@ class TreeDrafter(Drafter):
     def num_unfed(self, state: TreeState) -> int:
         return 0 if state.unfed is None else read_scalar(state.unfed.count)
 
+    def num_missing(self, state: TreeState) -> int:
+        if state.unfed is None or state.sequence is None:
+            return 0
+        text = read_scalar(state.text.length) - read_scalar(state.text.start)
+        return text - read_scalar(state.sequence.seen) - read_scalar(state.unfed.count)
+
     def draft(
         self, params: ModelParams, target: SequenceState, state: TreeState, verified: Verified, request: Request
     ) -> tuple[SequenceState, TreeState, Draft]:
@@ -208,8 +209,7 @@ class TreeDrafter(Drafter):
         return target, *self.draft_program(params.draft, state, verified, target.history, request, *costs)
 
     def skip(self, params: ModelParams, state: TreeState, verified: Verified, flush: bool = False) -> TreeState:
-        limit = 1 if flush else self.unfed_rows if self._resting else verified.tokens.shape[0]
-        return self._skip(params.draft if self._is_fed else (), state, verified, np.int32(limit))
+        return self._skip(params.draft if self._is_fed else (), state, verified, np.bool_(flush))
 
     def drop(self, state: TreeState) -> TreeState:
         if state.stats is None or state.nodes is None:

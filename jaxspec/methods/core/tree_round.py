@@ -282,21 +282,17 @@ def _weigh(
     assert stats is not None and sequence is not None and tree is not None
     num_rows, width, mean, copies = settings.num_rows, settings.width, stats.mean_rate(), copied.copies
     length, idle = jnp.arange(1, settings.depth + 1), state.idle + verified.count
+    produced = text.length - text.start
     prospect = weigh_prospect(copied.candidates.score, mean**length, length, stats, costs, idle, state.patience)
     wanted = prospect.wanted
 
     if state.unfed is None:
-        hidden, cache, passes = _catch_up(model, sequence.cache, text, wanted)
-        produced, own = cache.length + 1, None
+        (hidden, cache, passes), own = _catch_up(model, sequence.cache, text, wanted), None
     else:
-        # A model that rests may lack the prompt; another one is kept close to the text.
-        keeps = jnp.where(costs.draft < NEVER, verified.tokens.shape[0], state.unfed.states.shape[0])
-        limit = jnp.where(wanted, 1, keeps)
         sequence, unfed, (hidden, own), passes = feed(
-            model.params, model.placement.cfg, text, sequence, state.unfed, verified, limit
+            model.params, model.placement.cfg, text, sequence, state.unfed, verified, wanted
         )
-        state, passes = dataclasses.replace(state, unfed=unfed), jnp.where(wanted, passes, 0)
-        cache, produced = sequence.cache, sequence.seen
+        state, cache, passes = dataclasses.replace(state, unfed=unfed), sequence.cache, jnp.where(wanted, passes, 0)
     known = None if copies is None else jnp.where(copies.own, copies.hash, 0).reshape(-1)
 
     def correct(rows: Rows, token: Array, logprob: Array) -> tuple[Array, Array]:
