@@ -300,8 +300,8 @@ class SpeculativeRunner(Runner):
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
         host, first = state.host, not state.host.begun
         host.begun = True
-        alone = host.pending is not None or (self.timer is not None and self.drafter.placement is None)
-        unsettled = loading or (first and alone)  # the first token waits for no others
+        copies = self.timer is not None and self.drafter.drops and self.drafter.placement is None
+        unsettled = loading or (first and (copies or host.pending is not None))  # the first token waits for no others
         paused = self.timer is not None and not unsettled and not self.timer.may_draft()
         if unsettled or (paused and not (shared is not None and self.drafter.rests)):
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
