@@ -21,6 +21,7 @@ from method_cases import (
     SMALL_TP4,
     Case,
     engine_of,
+    forget_drafts,
     params_of,
 )
 from test_draft_cache import assert_prefix
@@ -114,6 +115,7 @@ def test_a_draft_on_devices_of_its_own(case, draft):
 def test_the_next_turn_finds_the_draft_of_a_cold_run(case, monkeypatch):
     """The draft of the next round has taken in what the last one verified, once."""
     engine, params = engine_of(case), params_of(case, "copy")
+    forget_drafts(case)
     monkeypatch.setattr(engine, "session_memory", None)
     monkeypatch.setattr(engine.runner, "worth_taking", lambda prompt: 0.0)
     answer, _ = decode_on(engine, params, 0, most=30)

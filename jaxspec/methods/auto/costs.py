@@ -303,6 +303,8 @@ class MeasuringRunner(SpeculativeRunner):
     def close(self, state: SpeculativeState | None) -> None:
         if state is not None:
             self.worth.end_text(state.host.read, state.host.pending is None, state.host.gained)
+            # The next turn begins without a prompt that was not taken.
+            state.host.pending = None if state.host.begun else state.host.pending
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
         self._keep_at = 2 * self._tokens

@@ -47,6 +47,7 @@ class Pending(NamedTuple):
     tokens: np.ndarray  # int32 [n], all but the root
     states: PromptStates | None  # the target's, of those of them that it computed, for a feature draft
     known: int = 0  # tokens that the draft's cache holds already
+    begins: int = 0  # tokens of the text before them, which are not there for the draft
 
 
 class Drafter(abc.ABC):
@@ -305,7 +306,8 @@ class Unfed:
         half = self.states.shape[0] // 2
 
         def drop(unfed: Unfed) -> Unfed:
-            return Unfed(unfed.states.at[:half].set(unfed.states[half:]), unfed.count - half)
+            left = unfed.states[half:]
+            return Unfed(unfed.states.at[: left.shape[0]].set(left), unfed.count - half)
 
         # A loop of at most one turn: a conditional would copy the states.
         kept = jax.lax.while_loop(lambda unfed: ~unfed.has_room(verified), drop, self)

@@ -238,7 +238,7 @@ class SpeculativeRunner(Runner):
         known = kept  # of the draft
         # States are not kept beyond a text, or a piece of a prompt.
         if self._is_fed and not host.begun and host.pending is not None:
-            draft = self.drafter.fill(params, draft, host.pending)
+            draft, known = self.drafter.fill(params, draft, host.pending), kept - host.pending.begins
         elif self._is_fed and host.begun and self.drafter.num_missing(draft):
             known = 0  # its text begins with what is new
         elif self._is_fed and host.begun and self.drafter.unfed_rows:
@@ -247,7 +247,7 @@ class SpeculativeRunner(Runner):
         draft = self.drafter.resume(params, draft, tokens, known, states, not host.begun)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
         rows = self.drafter.num_rows_kept(draft) if self.drafter.defers else 0
-        pending = Pending(tokens[kept - known : -1], states, rows)
+        pending = Pending(tokens[kept - known : -1], states, rows, kept - known)
         return self._begin(params, SpeculativeState(target, draft, verified, HostState()), pending)
 
     def _begin(self, params: ModelParams, state: SpeculativeState, pending: Pending) -> SpeculativeState:
@@ -282,7 +282,8 @@ class SpeculativeRunner(Runner):
             common = max(0, common - 1)
         if self._is_fed and not (state.host.begun and self.drafter.num_missing(state.draft)):
             pending = state.host.pending
-            rows = self.drafter.num_rows_kept(state.draft) if pending is None else max(0, len(pending.tokens) - 1)
+            rows = 0 if pending is None else pending.begins + max(0, len(pending.tokens) - 1)
+            rows = rows if pending is not None else self.drafter.num_rows_kept(state.draft)
             if state.host.begun and self.drafter.unfed_rows:
                 rows += self.drafter.num_unfed(state.draft) + read_scalar(state.verified.count)
             common = min(common, rows)
