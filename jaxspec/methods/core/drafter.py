@@ -105,8 +105,8 @@ class Drafter(abc.ABC):
         """Weigh drafts with these figures from now on; the default weighs nothing."""
         return None
 
-    def rest(self, resting: bool, paused: bool = False) -> None:
-        """Whether the model has no part in the drafts that follow, or is `paused`; the default always has a part."""
+    def rest(self, resting: bool) -> None:
+        """Whether the model has no part in the drafts that follow; the default always has a part."""
         return None
 
     def skip(self, params: ModelParams, state: Any, verified: Verified, flush: bool = False) -> Any:

@@ -282,8 +282,9 @@ class SpeculativeRunner(Runner):
             common = max(0, common - 1)
         if self._is_fed and not (state.host.begun and self.drafter.num_missing(state.draft)):
             pending = state.host.pending
-            rows = 0 if pending is None else pending.begins + max(0, len(pending.tokens) - 1)
-            rows = rows if pending is not None else self.drafter.num_rows_kept(state.draft)
+            rows = self.drafter.num_rows_kept(state.draft)
+            if pending is not None:
+                rows = pending.begins + max(0, len(pending.tokens) - 1)
             if state.host.begun and self.drafter.unfed_rows:
                 rows += self.drafter.num_unfed(state.draft) + read_scalar(state.verified.count)
             common = min(common, rows)
@@ -315,7 +316,7 @@ class SpeculativeRunner(Runner):
             return SpeculativeState(target, draft, verified, host), round_, min_tokens
         # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
         draft, resting = self._take_prompt(params, state, paused)
-        self.drafter.rest(resting, paused)
+        self.drafter.rest(resting or paused)
         host.dispatched.append((not paused, host.filled))
         host.filled = False
         if shared is not None:

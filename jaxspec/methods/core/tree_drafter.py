@@ -150,10 +150,9 @@ class TreeDrafter(Drafter):
         if self._never is None:
             self._never = place(np.float32(NEVER), self._costs.draft.sharding)
 
-    def rest(self, resting: bool, paused: bool = False) -> None:
+    def rest(self, resting: bool) -> None:
         if self.rests:
-            never = {"draft": self._never} if resting else {"draft_overhead": self._never} if paused else {}
-            self.operands = dataclasses.replace(self._costs, **never)
+            self.operands = dataclasses.replace(self._costs, draft=self._never) if resting else self._costs
 
     def start(self, root: int, state: TreeState | None) -> TreeState:
         """See `Drafter.start`; what was learned of drafts counts in the next text, too, with less weight."""
