@@ -105,6 +105,20 @@ def test_lowered_programs_differ_by_text_options_and_settings():
     assert len({fingerprint.lowered_digest(each, devices, None) for each in others}) == 2
 
 
+def test_a_program_does_not_wait_for_an_early_load_that_waits_for_it(store):
+    """Several models of one process may queue the same file; one thread loads all of them."""
+    first, hold = programs_of(), threading.Event()
+    compile_programs(first)
+    program.remember_program("start", PLACEMENT.plan, first)
+    program._background.submit(hold.wait, 30)
+    again = programs_of()
+    compile_programs(again, background=True)
+    program.expect_program("start")  # after them in the queue
+    hold.set()
+    futures = [future for each in again for _, future in each._coming.values()]
+    assert all(future.result(timeout=60) for future in futures)
+
+
 def test_programs_are_loaded_in_the_background(store):
     """A call loads what has not begun to load; a useless file is compiled again."""
     first = programs_of()

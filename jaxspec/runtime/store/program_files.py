@@ -113,7 +113,8 @@ class _AsStored:
 def load(digest: str, in_tree: Any, out_tree: Any, devices: tuple[Any, ...]) -> Any | None:
     """A compiled program, or None where there is none that is whole; a file that is of no use is removed."""
     early = _early.pop(digest, None)
-    if early is not None and (found := early.result()) is not None:
+    # One that has not begun may wait for this call, in the same thread.
+    if early is not None and not early.cancel() and (found := early.result()) is not None:
         # JAX makes it of both trees at once; where its inner names are others, the file is read again.
         with contextlib.suppress(AttributeError, TypeError, ValueError):
             described = in_tree.unflatten(found.args_info)
