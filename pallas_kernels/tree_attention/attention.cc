@@ -17,6 +17,15 @@ constexpr int kChunk = 128;
 constexpr int64_t kMostParts = int64_t{1} << 21;
 // Fewer are merged by one thread.
 constexpr int64_t kFewParts = 16 * 1024;
+// Sums of sixteen lanes that the registers hold beside what is added to them: AVX-512 has 32 registers of sixteen, AVX2
+// 16 of eight.
+#if defined(__AVX512F__)
+constexpr int kSums = 16;
+#else
+constexpr int kSums = 4;
+#endif
+// Of four things, how many are added to for so many queries at once.
+constexpr int at_once(int queries) { return kSums >= 4 * queries ? 4 : kSums >= 2 * queries ? 2 : 1; }
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct RowsScratch;
@@ -150,7 +159,7 @@ void add_values_of(int64_t queries, const float* weight, const uint8_t* const* v
       add_values_of<Element, kQueries - 1>(queries, weight, value, begin, end, width, out, out_stride);
     return;
   }
-  constexpr int kVectors = 4;
+  constexpr int kVectors = at_once(kQueries);
   int64_t h = 0;
   for (; h + kVectors * kLanes <= width; h += kVectors * kLanes)
     add_values<Element, kQueries, kVectors>(weight, value, begin, end, h / kLanes, kLanes, out, out_stride);
@@ -164,31 +173,39 @@ template <class Element, int kQueries>
 inline void score_four(const float* query, const uint8_t* const* keys, int64_t width, Lanes scale, float* score) {
   constexpr int kKeys = 4;
   static_assert(kQueries * kKeys <= kLanes, "`sums` adds up sixteen accumulators");
+  constexpr int kAtOnce = at_once(kQueries);
   const int64_t steps = width / kLanes;
   const int tail = static_cast<int>(width % kLanes);
-  Lanes acc[kLanes];
+  Lanes all[kLanes];
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; i++) acc[i] = zero();
-  const uint8_t* key[kKeys];
-  for (int j = 0; j < kKeys; j++) key[j] = keys[j];
-  for (int64_t step = 0; step < steps; step++) {
-    Lanes row[kKeys];
-    for (int j = 0; j < kKeys; j++) row[j] = load_step<Element>(key[j], step);
-    for (int q = 0; q < kQueries; q++) {
-      Lanes a = load(query + q * width + step * kLanes);
-      hold(a);
-      for (int j = 0; j < kKeys; j++) acc[q * kKeys + j] = fma(a, row[j], acc[q * kKeys + j]);
+  for (int i = kQueries * kKeys; i < kLanes; i++) all[i] = zero();
+#pragma GCC unroll 4
+  for (int first = 0; first < kKeys; first += kAtOnce) {
+    Lanes acc[kQueries][kAtOnce];
+    for (int q = 0; q < kQueries; q++)
+      for (int j = 0; j < kAtOnce; j++) acc[q][j] = zero();
+    const uint8_t* key[kAtOnce];
+    for (int j = 0; j < kAtOnce; j++) key[j] = keys[first + j];
+    for (int64_t step = 0; step < steps; step++) {
+      Lanes row[kAtOnce];
+      for (int j = 0; j < kAtOnce; j++) row[j] = load_step<Element>(key[j], step);
+      for (int q = 0; q < kQueries; q++) {
+        Lanes a = load(query + q * width + step * kLanes);
+        if constexpr (kAtOnce > 1) hold(a);
+        for (int j = 0; j < kAtOnce; j++) acc[q][j] = fma(a, row[j], acc[q][j]);
+      }
     }
-  }
-  if (tail) {
-    for (int q = 0; q < kQueries; q++) {
-      Lanes a = load(query + q * width + steps * kLanes, tail);
-      for (int j = 0; j < kKeys; j++)
-        acc[q * kKeys + j] = fma(a, Element::unpack_tail(key[j], steps, tail), acc[q * kKeys + j]);
+    if (tail) {
+      for (int q = 0; q < kQueries; q++) {
+        Lanes a = load(query + q * width + steps * kLanes, tail);
+        for (int j = 0; j < kAtOnce; j++) acc[q][j] = fma(a, Element::unpack_tail(key[j], steps, tail), acc[q][j]);
+      }
     }
+    for (int q = 0; q < kQueries; q++)
+      for (int j = 0; j < kAtOnce; j++) all[q * kKeys + first + j] = acc[q][j];
   }
   float together[kLanes];
-  store(together, sums(acc) * scale);
+  store(together, sums(all) * scale);
   for (int q = 0; q < kQueries; q++) std::memcpy(score + q * kChunk, together + q * kKeys, kKeys * sizeof(float));
 }
 
