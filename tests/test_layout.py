@@ -14,9 +14,9 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_828,
+    "jaxspec": 37_910,
     "jaxspec/*.py": 3_320,
-    "jaxspec/methods": 7_745,
+    "jaxspec/methods": 7_825,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_160,
     "jaxspec/offload": 2_200,
@@ -25,9 +25,9 @@ BUDGETS = {
     "jaxspec/text": 2_300,
     "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_290,
     "pallas_kernels": 7_100,
-    "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_400,
+    "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_450,
     "tools": 8_540,
-    "tests": 38_092,
+    "tests": 38_220,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

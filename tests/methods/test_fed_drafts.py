@@ -44,6 +44,7 @@ from jaxspec.errors import ConfigError
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import ModelParams, Models
+from jaxspec.methods.core.sequence import ModelSequence
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.methods.specinfer import SpecInfer
 from jaxspec.methods.swiftspec.settings import SwiftSpec
@@ -59,6 +60,7 @@ FED_CHAIN = Case("llama", 1, "fed", Chain(4))
 FED_SPECEXEC = Case("llama", 1, "fed", SpecExec(12, width=3))
 FED_SPECINFER = Case("llama", 1, "fed", SpecInfer((2, 2, 1)))
 FED_AUTO = Case("llama", 1, "fed", Auto(draft_cost=1e-3))
+FED_ASSISTANT = Case("gemma4", 1, "fed assistant", Auto(draft_cost=1e-3))
 FED_ADDED = Case("llama", 1, "fed added", SpecExec(10, width=2))
 FED_TP4 = Case("llama", 4, "fed", SpecExec(9, width=2))
 BLOCKS = [
@@ -94,7 +96,7 @@ ASSISTANTS = [
     Case("gemma4", 1, "fed assistant", SpecExec(12, width=3)),
     Case("gemma4-two", 2, "fed assistant", Chain(4)),
     Case("gemma4-two", 2, "fed assistant", Auto(draft_cost=1e-3)),
-    Case("gemma4", 1, "fed assistant", Auto(draft_cost=1e-3)),
+    FED_ASSISTANT,
     Case("gemma4-large-two", 2, "fed assistant", Chain(4)),
     Case("gemma4", 3, "fed assistant", SpecInfer((2, 2, 1))),
     Case("gemma4", 1, "fed assistant", Chain(3, "rejection")),
@@ -396,15 +398,16 @@ def test_plain_rounds_feed_the_draft_too(monkeypatch):
 
 
 def counting_fills(monkeypatch, runner, worth):
-    """Of each prompt that the draft takes, the tokens that were read of the answer by then."""
+    """Of each prompt that the draft takes, the tokens that were read of the answer by then, at least `worth`."""
     taken, fill, take = [], runner.drafter.fill, runner._take_prompt
 
     def note(params, state, *rest):
         monkeypatch.setattr(runner.drafter, "fill", lambda *given: (taken.append(state.host.read), fill(*given))[1])
+        waits = state.host.read < worth
+        monkeypatch.setattr(runner, "worth_taking", lambda prompt: np.inf if waits else 0.0)
         return take(params, state, *rest)
 
     monkeypatch.setattr(runner, "_take_prompt", note)
-    monkeypatch.setattr(runner, "worth_taking", lambda prompt: worth)
     return taken
 
 
@@ -444,6 +447,65 @@ def test_a_draft_goes_on_without_what_it_missed(worth, monkeypatch):
         assert cached == 0 if turn == 0 else 20 <= cached < len(prompt) - 1 and min(missing) > 0
         prompt = [*prompt, *tokens_of(rounds)[:20], *PROMPT[-13:]]
         taken.clear()
+
+
+@pytest.mark.parametrize("most", [5, 40])
+def test_a_draft_takes_the_end_of_a_long_prompt(most, monkeypatch):
+    """In pieces and in later turns, too; what the target holds is kept."""
+    engine, params = engine_of(FED_AUTO), params_of(FED_AUTO, "copy")
+    forget_drafts(FED_AUTO)
+    monkeypatch.setattr(engine, "session_memory", None)
+    monkeypatch.setattr("jaxspec.engine.CPU_PIECE", 30)
+    monkeypatch.setattr(type(engine.runner), "most_taken", most)
+    monkeypatch.setattr(engine.runner, "worth_taking", lambda prompt: 0.0)
+    taken, fill = [], engine.runner.drafter.fill
+    sizes = lambda pending: (len(pending.tokens) - pending.known, pending.begins)  # noqa: E731
+    monkeypatch.setattr(engine.runner.drafter, "fill", lambda *given: (taken.append(sizes(given[2])), fill(*given))[1])
+    prompt = LONG_PROMPT
+    for turn in range(3):
+        rounds, cached = answer(engine, params, prompt, 12, turn, in_pieces=turn == 1)
+        assert tokens_of(rounds) == tokens_of(plain("llama", prompt, 12, turn))
+        assert cached > 60 or turn == 0
+        prompt = [*prompt, *tokens_of(rounds), *PROMPT[:8]]
+    assert max(count for count, _ in taken) <= most and max(begins for _, begins in taken) > 30
+
+
+@pytest.mark.parametrize("before", [1, 3, 64, 66])
+def test_states_of_the_last_tokens(before):
+    """They give the rows of a prompt that begins there."""
+    models, params = models_of(FED_AUTO), params_of(FED_AUTO, "copy")
+    layers = models.draft.cfg.features.layers
+    target = ModelSequence(models.target, 192, "target", layers=layers, path=4)
+    draft = ModelSequence(models.draft, 192, "draft", keeps_text=False)
+    text = np.array(LONG_PROMPT[:-1], np.int32)
+    _, states = target.prefill(params.target, target.start(0, None), text)
+    last, size = states.of_last(before), len(states.chunks[0])
+    assert sum(len(chunk) for chunk in last.chunks) - last.first == 128 - before and last.first < size
+    alone = np.concatenate(states.chunks)[before : before + 64]
+    alone = states._replace(chunks=[jnp.asarray(np.pad(alone, ((0, 64 - len(alone)), (0, 0))))])
+    kept = text[before : before + 64]
+    part, whole = (
+        draft.prefill(params.draft, draft.start(0, None), kept, states=each)[0] for each in (last, alone)
+    )  # fmt: skip
+    assert int(part.seen) == int(whole.seen) == len(kept)
+    assert_prefix(part.cache, whole.cache, len(kept) - 1)
+
+
+@pytest.mark.parametrize("case", [FED_AUTO, FED_ASSISTANT], ids=case_id)
+def test_a_text_survives_the_growth_of_the_caches(case, monkeypatch):
+    monkeypatch.setattr("jaxspec.engine.FIRST_CAPACITY", 70)
+    models, params = models_of(case), params_of(case, "copy")
+    engine = Engine(models, case.method, session_memory=None)
+    engine.prepare()
+    monkeypatch.setattr(type(engine.runner), "worth_taking", lambda self, prompt: 0.0)
+    rounds, _ = answer(engine, params, PROMPT, 12)
+    worth, slots = engine.runner.worth, engine.runner.slots
+    prompt = [*PROMPT, *tokens_of(rounds), *PROMPT]
+    engine.prepare(len(prompt) + 30)
+    rounds, cached = answer(engine, params, prompt, 30)
+    assert tokens_of(rounds) == tokens_of(plain(case.family, prompt, 30, 0)) and engine.runner.slots > slots
+    assert any(one.draft_passes for one in rounds) and engine.runner.worth is worth
+    assert cached == (0 if case == FED_ASSISTANT else len(PROMPT) + 10)
 
 
 def test_states_of_an_odd_number_of_rows():

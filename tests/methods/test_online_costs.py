@@ -1,5 +1,7 @@
 """Costs of rounds learned from the times of dispatches, against made-up machines."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ from jaxspec.methods.auto.costs import AutoChoice
 from jaxspec.methods.auto.online import CostFilter, differ
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
+from jaxspec.methods.core.timing import LEAST_WAIT, Worth
 
 BELIEVED = CostModel(1 + 0.1 * np.arange(16.0), draft=0.07, round=0.05, source="measured")
 PLAIN_S = 0.005
@@ -85,17 +88,53 @@ def test_short_drafts_do_not_make_passes_dear():
     assert found.draft + found.draft_overhead + found.rounds[2] == pytest.approx(0.47 + BELIEVED.rounds[2], abs=0.12)
 
 
-def test_a_draft_after_plain_rounds_says_nothing():
-    """It takes the tokens that it lacks first."""
+@pytest.mark.parametrize(("plain_rounds", "draft"), [(10, BELIEVED.draft), (40, 0.5)])
+def test_a_draft_after_other_rounds_takes_what_it_lacks_first(plain_rounds, draft):
+    """These tokens are no part of what a draft costs; of very many it is not certain how many were taken."""
     plain, drafted = StepOutput((1,) * 4, (0.0,) * 4), StepOutput((1, 1), (0.0, 0.0), drafted=2, draft_passes=1)
-    costs = CostFilter(BELIEVED)
-    costs.observe([plain], 4 * PLAIN_S)
-    before = costs.costs().draft
-    costs.observe([drafted, drafted], 50 * PLAIN_S)
-    costs.observe([plain, drafted], 50 * PLAIN_S)
-    assert costs.costs().draft == before
-    costs.observe([drafted], 50 * PLAIN_S)
-    assert costs.costs().draft > before
+    costs, true = CostFilter(BELIEVED), dataclasses.replace(BELIEVED, draft=draft)
+    for _ in range(20):
+        for _ in range(plain_rounds):
+            costs.observe([plain], time_of([plain], true))
+        late = true.draft * true.row * 4 * plain_rounds * PLAIN_S
+        costs.observe([drafted], time_of([drafted], true) + late)
+    assert costs.costs().spent(2, 1) == pytest.approx(BELIEVED.spent(2, 1), abs=0.02)
+
+
+def dispatch(tokens, passes, drafted=None):
+    return [
+        StepOutput((1,) * tokens, (0.0,) * tokens, drafted=passes if drafted is None else drafted, draft_passes=passes)
+    ]
+
+
+def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
+    worth = Worth(1.2)
+    assert worth.taking(4.0) == LEAST_WAIT  # 24 tokens are fewer than a text has
+    for _ in range(60):
+        worth.note(dispatch(4, 0), 4.0)
+        assert worth.note(dispatch(2, 1), 2.2) == pytest.approx(-0.2, abs=0.01)
+    # It seems to be tried once in a while, and is not after it was.
+    assert worth.taking(4.0) == 120.0
+    worth.end_text(200, False, 0.0)
+    assert worth.taking(4.0) == LEAST_WAIT
+    worth.end_text(40, True, -1.0)
+    assert worth.taking(4.0) == 240.0
+    for _ in range(60):
+        assert worth.note(dispatch(2, 1), 1.0) == pytest.approx(1.0, abs=0.01)
+    assert worth.taking(4.0) == LEAST_WAIT
+    # Answers of a few tokens end before a draft has paid for a long prompt.
+    for _ in range(40):
+        worth.end_text(6, False, 0.0)
+    assert 16 < worth.taking(8.0) < 20
+
+
+def test_copies_and_interruptions_say_nothing_of_drafts():
+    worth, before = Worth(1.2), None
+    worth.note(dispatch(4, 0), 4.0)
+    for outputs in (dispatch(9, 0, 8), dispatch(9, 1, 8), dispatch(4, 0) + dispatch(9, 0, 8)):
+        before = worth.taking(50.0)
+        assert worth.note(outputs, 9.0) == 0.0 == worth.note(dispatch(2, 1), None) and worth.taking(50.0) == before
+    assert worth.note(dispatch(2, 1), 1e4) == -4.0
 
 
 @pytest.mark.parametrize("speed", [0.5, 2.0])

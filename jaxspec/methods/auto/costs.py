@@ -5,6 +5,7 @@ The first start runs each kind of round a few times on a text of its own (`measu
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,11 +15,13 @@ import jax
 import numpy as np
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.auto.online import CostFilter, Worth, differ
+from jaxspec.methods.auto.online import CostFilter, differ
 from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, save_costs, save_learned
 from jaxspec.methods.core.cost_model import PRIOR_MEAN, CostModel, init_acceptance
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
+from jaxspec.methods.core.sequence import CHUNKS
+from jaxspec.methods.core.timing import Worth
 from jaxspec.methods.core.verify import Draft
 from jaxspec.results import Choice
 from jaxspec.runtime.placement import Placement
@@ -40,6 +43,8 @@ CONTEXT = 256
 BRANCH = 2
 # Tokens of each place of a block: below one that was accepted, further ones hardly ever are.
 PLACE_BRANCH = 4
+# Plain tokens that a draft which is fed hidden states may cost at the end of a prompt; it takes no more of it.
+MOST_OF_PROMPT = 4.0
 # Tokens after which what was learned is kept the first time; then each time that the number has doubled.
 WORTH_KEEPING = 64
 
@@ -273,24 +278,28 @@ class MeasuringRunner(SpeculativeRunner):
         self.costs, self._used, self._filter = costs, costs, CostFilter(costs)  # `_used` are those of the drafter
         self.drafter.use_costs(costs)
 
+    @property
+    def most_taken(self) -> float:
+        if not self.drafter.rests:
+            return math.inf
+        most = (MOST_OF_PROMPT - self._used.round) / max(self._token_taken, 1e-6)
+        return max(CHUNKS[0], int(most))
+
     def worth_taking(self, prompt: int) -> float:
-        # A token of a prompt costs the draft as a further row the target, each over its own pass of one row.
-        passes = self._used.passes
-        row = (passes[-1] - passes[0]) / max(1, passes.size - 1)
-        return self.worth.taking(self._used.round + prompt * row * self._used.draft)
+        return self.worth.taking(self._used.round + prompt * self._token_taken)
+
+    @property
+    def _token_taken(self) -> float:
+        """What each token of a prompt costs the draft: as a further row the target, each over its own pass."""
+        return self._used.row * self._used.draft
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
         self._tokens += sum(len(output.tokens) for output in outputs)
-        self._note_drafts(state, outputs)
+        seconds = None if self.timer is None else self.timer.latest_s
+        state.host.gained += self.worth.note(outputs, seconds)
         if self.timer is not None and self.costs.source == "measured":
-            self._correct(outputs, self.timer.latest_s)
-
-    def _note_drafts(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
-        for output in outputs:
-            if output.draft_passes:
-                spent = self.costs.spent(output.drafted, output.draft_passes) / self.costs.rounds[0]
-                state.host.gained += self.worth.note(output, spent)
+            self._correct(outputs, seconds)
 
     def _correct(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Take in what a dispatch took, if it was timed, and weigh with the costs that follow."""
@@ -302,7 +311,8 @@ class MeasuringRunner(SpeculativeRunner):
 
     def close(self, state: SpeculativeState | None) -> None:
         if state is not None:
-            self.worth.end_text(state.host.read, state.host.pending is None, state.host.gained)
+            host = state.host
+            self.worth.end_text(host.read - host.copied, host.pending is None, host.gained)
             # The next turn begins without a prompt that was not taken.
             state.host.pending = None if state.host.begun else state.host.pending
         if self._profile is None or state is None or self._tokens < self._keep_at:

@@ -1,7 +1,6 @@
-"""What rounds say while decoding: what they cost (`CostFilter`), and whether drafts are worth a prompt (`Worth`)."""
+"""What rounds cost, learned from their times while decoding (`CostFilter`)."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,11 +17,10 @@ PRIOR, TOGETHER = np.array([0.1, 0.25, 0.4, 0.05, 0.3, 0.15]), 1.0
 DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.05, 0.12
 # A dispatch that is off by more than so many standard deviations counts as one that is off by as many.
 MOST_OFF = 2.0
+# Tokens that a draft has to take after a round with a draft, and so many that such a draft says nothing of others.
+USUALLY_LACKING, MOST_LACKING = 2, 64
 # Figures are used once a round of some rows would cost so much more or less by them.
 WORTH_USING = 0.03
-# Drafts after which an earlier one counts a third. A draft that seems not to pay takes a prompt, to see whether it does
-# now, once so many times what that costs were decoded without it: at first, and at most after it was found not to pay.
-REMEMBERED, FIRST_WAIT, LONGEST_WAIT = 32, 30.0, 960.0
 
 
 class CostFilter:
@@ -36,7 +34,7 @@ class CostFilter:
     def __init__(self, costs: CostModel):
         """`costs` are corrected; nothing was observed."""
         self._costs = costs
-        self._lags = False  # whether the draft lacks tokens of plain rounds
+        self._lacks = 0  # tokens that the draft has not taken yet
         self._rows = np.maximum(costs.passes - costs.passes[0], 0.0)
         # Of a plain token, a round, the unit of further rows, each of them beyond that, a draft pass, a draft.
         self._seconds: np.ndarray | None = None
@@ -45,13 +43,15 @@ class CostFilter:
     def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Take in the rounds of a dispatch and what it took, if it was timed; first ones without drafts set the scale.
 
-        A draft after plain rounds takes what it lacks first, so that it says nothing of drafts in a row.
+        Drafts that took very many tokens first are left out: how many these were is not certain.
         """
-        plain = [not output.drafted and not output.draft_passes for output in outputs]
-        lagged, self._lags = self._lags or any(plain), plain[-1]
-        if seconds is None or (lagged and any(output.draft_passes for output in outputs)):
+        amounts, lacking = np.zeros(6), 0
+        for output in outputs:
+            amounts += self._amounts(output)
+            lacking = max(lacking, self._lacks if output.draft_passes else 0)
+            self._lacks = len(output.tokens) + (0 if output.draft_passes else self._lacks)
+        if seconds is None or lacking > MOST_LACKING:
             return
-        amounts = sum((self._amounts(output) for output in outputs), np.zeros(6))
         each = self._seconds
         if each is None:
             if amounts[2:].any() or not amounts[0]:
@@ -94,39 +94,10 @@ class CostFilter:
         if not output.drafted and not output.draft_passes:
             return np.array([len(output.tokens), 1.0, 0.0, 0.0, 0.0, 0.0])
         rows = min(output.drafted, self._rows.size - 1)
-        passes = output.draft_passes
+        # What rounds without the draft brought costs it as further rows the target, each over its own pass.
+        late = max(0, self._lacks - USUALLY_LACKING) * self._costs.row if output.draft_passes else 0.0
+        passes = output.draft_passes + late
         return np.array([1.0, 1.0, self._rows[rows], rows, passes, passes > 0])
-
-
-class Worth:
-    """When a draft takes a prompt: by what recent drafts brought, and else now and then. Tokens are plain ones."""
-
-    def __init__(self, gain: float):
-        """`gain` is believed of drafts: their speed over plain decoding."""
-        self._brought = REMEMBERED * np.array([gain, 1.0])  # tokens, and what they cost
-        self._wait, self._rested = FIRST_WAIT, 0.0
-
-    def note(self, output: StepOutput, spent: float) -> float:
-        """Take in a round with a draft, which cost as much as `spent` tokens; returns what it gained."""
-        # A chain of so many passes and rows brings no more; the others are of copies, or were decoded plainly.
-        tokens = min(len(output.tokens), 1 + min(output.drafted, output.draft_passes))
-        self._brought = (1 - 1 / REMEMBERED) * self._brought + np.array([tokens, spent])
-        return tokens - spent
-
-    def taking(self, cost: float) -> float:
-        """Tokens of an answer after which the draft takes its prompt, which costs as much as `cost` tokens."""
-        tokens, spent = self._brought
-        # As many tokens may come as came already.
-        pays = cost / (1 - spent / tokens) if spent < tokens else math.inf
-        return min(pays, self._wait * cost - self._rested)
-
-    def end_text(self, decoded: int, taken: bool, gained: float) -> None:
-        """A text of so many tokens has ended; was its prompt `taken`, and what did its drafts gain?"""
-        if not taken:
-            self._rested += decoded
-            return
-        self._rested = 0.0
-        self._wait = FIRST_WAIT if gained > 0 else min(2 * self._wait, LONGEST_WAIT)
 
 
 def differ(one: CostModel, other: CostModel) -> bool:

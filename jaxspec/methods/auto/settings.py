@@ -158,11 +158,14 @@ class Auto(Method):
             return TreeDrafter(draft or target, slots, settings, verified, propose=propose, costs=costs)
 
         timer = previous.timer if isinstance(previous, SpeculativeRunner) else None
-        return MeasuringRunner(
+        runner = MeasuringRunner(
             target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match, dynamic_rows=True,
             timer=timer or RoundTimer(), profile=profile, times=times, length=0 if draft is None else places or length,
             weigh=lambda times: self.costs(models, times), draft=draft,
         )  # fmt: skip
+        if isinstance(previous, MeasuringRunner):
+            runner.worth = previous.worth
+        return runner
 
 
 def stream_speeds(models: Models, ratio: float, expert_share: float) -> dict[int, float]:

@@ -116,6 +116,11 @@ class CostModel:
         rounds[0] = self.passes[0] + self.round / STEPS_PER_DISPATCH
         return rounds
 
+    @property
+    def row(self) -> float:
+        """Mean cost of a further row of a pass."""
+        return float(self.passes[-1] - self.passes[0]) / max(1, self.passes.size - 1)
+
     def spent(self, rows: Any, passes: Any) -> Any:
         """Costs of rounds with so many drafted rows, which may be means, and draft passes; numbers or arrays."""
         rounds = np.interp(rows, np.arange(len(self.passes)), self.rounds)

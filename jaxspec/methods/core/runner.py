@@ -7,6 +7,7 @@ import abc
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,7 @@ class HostState:
     # Of the next round under a constraint, already drafted: the draft has taken in what was verified, whose count is 0.
     ahead: Draft | None = None
     read: int = 0  # tokens of rounds that were read
+    copied: int = 0  # those of rounds that verified copies alone
     gained: float = 0.0  # tokens that drafts brought less those of their time, where the method knows
 
 
@@ -175,6 +177,8 @@ class SpeculativeState:
 
 class SpeculativeRunner(Runner):
     """Drafts and verifies in turn on one set of devices: two programs a round, or one for several rounds."""
+
+    most_taken: float = math.inf  # last tokens of a prompt that a draft takes which is fed hidden states
 
     def __init__(
         self, target: Placement, tokens: int, make_drafter: Callable[[Verified], Drafter], *, max_path: int,
@@ -237,7 +241,9 @@ class SpeculativeRunner(Runner):
         kept, draft, host = self.num_cached(state, common, len(tokens) - 1), state.draft, state.host
         known = kept  # of the draft
         # States are not kept beyond a text, or a piece of a prompt.
-        if self._is_fed and not host.begun and host.pending is not None:
+        if self._is_fed and (len(tokens) - 1 - kept >= self.most_taken or self._outgrows(state)):
+            known = 0  # its text begins within what is new
+        elif self._is_fed and not host.begun and host.pending is not None:
             draft, known = self.drafter.fill(params, draft, host.pending), kept - host.pending.begins
         elif self._is_fed and host.begun and self.drafter.num_missing(draft):
             known = 0  # its text begins with what is new
@@ -250,8 +256,17 @@ class SpeculativeRunner(Runner):
         pending = Pending(tokens[kept - known : -1], states, rows, kept - known)
         return self._begin(params, SpeculativeState(target, draft, verified, HostState()), pending)
 
+    def _outgrows(self, state: SpeculativeState) -> bool:
+        """Whether `state` is of a smaller capacity, and the draft lacks tokens of which it has the states."""
+        lacks = self.drafter.unfed_rows or (state.host.pending is not None and not state.host.begun)
+        return bool(lacks) and state.target.cache.slots < self.slots
+
     def _begin(self, params: ModelParams, state: SpeculativeState, pending: Pending) -> SpeculativeState:
         """The state before the first round; where that is a plain one, the draft takes the prompt after it."""
+        before = len(pending.tokens) - self.most_taken
+        if pending.states is not None and not pending.known and before > 0:
+            states = pending.states.of_last(int(before))
+            pending = Pending(pending.tokens[int(before) :], states, 0, pending.begins + int(before))
         if self.timer is not None and self.drafter.defers:
             state.host.pending = pending
             return state
@@ -271,12 +286,14 @@ class SpeculativeRunner(Runner):
         if host.pending is None:
             return state.draft, False
         missing = len(host.pending.tokens) - host.pending.known
-        if drafter.rests and (paused or host.read < self.worth_taking(missing)):
+        if drafter.rests and (paused or host.read - host.copied < self.worth_taking(missing)):
             return state.draft, True
         pending, host.pending, host.filled = host.pending, None, True
         return drafter.fill(params, state.draft, pending), False
 
     def num_cached(self, state: SpeculativeState, common: int, count: int) -> int:
+        if self._is_fed and not self.drafter.rests and self._outgrows(state):
+            return 0  # the positions of such a draft's keys have no gap
         if self._is_fed:
             # The hidden state of the last of them is needed and was not kept, so it runs again.
             common = max(0, common - 1)
@@ -374,7 +391,9 @@ class SpeculativeRunner(Runner):
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         allowed, delayed = state.host.dispatched.popleft()
         first = state.host.read == 0
-        state.host.read += sum(len(output.tokens) for output in outputs)
+        for output in outputs:
+            state.host.read += len(output.tokens)
+            state.host.copied += 0 if output.draft_passes or not output.drafted else len(output.tokens)
         if self.timer is None:
             return
         if allowed is None:

@@ -12,7 +12,7 @@ from jax import Array
 from jaxspec.models.feature_draft import fuse, prefill_draft
 from jaxspec.models.kv_cache import KVCache, can_rewind, init_cache, rewind_cache
 from jaxspec.models.params import Params
-from jaxspec.models.transformer import prefill_with_states
+from jaxspec.models.transformer import chunk_rows, prefill_with_states
 from jaxspec.models.vocab import VocabShard
 from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
@@ -61,6 +61,15 @@ class PromptStates(NamedTuple):
     chunks: list[Array]  # of each chunk, padding included, float32 [size, n * D]
     # `Verified.states` of the round that begins with the token after them, float32 [P, n * D]; None without a chunk.
     last: Array | None
+    first: int = 0  # rows of the first chunk that come before the tokens
+
+    def of_last(self, skipped: int) -> "PromptStates":
+        """The states of all but the first `skipped` tokens; chunks of none of them go."""
+        chunks, first = self.chunks, self.first + skipped
+        while chunks and first >= chunks[0].shape[0]:
+            first -= chunks[0].shape[0]
+            chunks = chunks[1:]
+        return PromptStates(chunks, self.last, first)
 
 
 class ModelSequence:
@@ -131,15 +140,16 @@ class ModelSequence:
             state = note(dataclasses.replace(state, cache=cache), token, count)
             return state if states is None else (state, states, states_before(states, count, path))
 
-        def fill_fed(params, state, token, count, following, states, rows):
-            cache = prefill_draft(params, cfg, following, fuse(params, cfg, states), rows, state.cache)
+        def fill_fed(params, state, token, count, following, states, rows, first):
+            states = fuse(params, cfg, jnp.roll(states, -first, axis=0), chunk_rows(rows))
+            cache = prefill_draft(params, cfg, following, states, rows, state.cache)
             return note(dataclasses.replace(state, cache=cache, seen=cache.length + 1), token, count)
 
         def declare(size: int) -> Program:
             token, out = placement.array((size,), jnp.int32), self.state
             args = [placement.params(), self.state, token, scalar]
             if features is not None:
-                args += [token, placement.array((size, features.states_dim), jnp.float32), scalar]
+                args += [token, placement.array((size, features.states_dim), jnp.float32), scalar, scalar]
             if layers:
                 out = out, *(placement.array((rows, width), jnp.float32) for rows in (size, path))
             name = f"{role} prefill {size}" + (" with states" if features is not None or layers else "")
@@ -214,14 +224,16 @@ class ModelSequence:
     def _prefill_fed(
         self, params: Params, state: SequenceState, tokens: np.ndarray, states: PromptStates
     ) -> SequenceState:
-        following = np.append(tokens[1:], 0)
-        sizes = [len(chunk) for chunk in states.chunks]
-        pieces = zip(pad_chunks(tokens, sizes), pad_chunks(following, sizes), states.chunks, strict=True)
-        left = len(tokens)
-        for (chunk, count), (after, _), hidden in pieces:
-            left -= count
-            rows = np.int32(count if left else count - 1)
-            state = self._fill[len(chunk)](params, state, chunk, np.int32(count), after, hidden, rows)
+        following, start = np.append(tokens[1:], 0), 0
+        for number, hidden in enumerate(states.chunks):
+            size, first = hidden.shape[0], 0 if number else states.first
+            part = slice(start, start + size - first)
+            chunk, count = pad_chunk(tokens[part], size)
+            after, _ = pad_chunk(following[part], size)
+            start += count
+            rows = np.int32(count if start < len(tokens) else count - 1)
+            fill = self._fill[size]
+            state = fill(params, state, chunk, np.int32(count), after, hidden, rows, np.int32(first))
         return state
 
     def _fit(self, state: SequenceState) -> SequenceState:
@@ -287,14 +299,13 @@ def plan_chunks(count: int, slots: int) -> list[int]:
 
 def split_chunks(tokens: np.ndarray, slots: int) -> Iterator[tuple[np.ndarray, int]]:
     """Padded int32 chunks of `tokens` `[n]`, each with the number of tokens that count."""
-    return pad_chunks(tokens, plan_chunks(len(tokens), slots))
-
-
-def pad_chunks(tokens: np.ndarray, sizes: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
-    """The chunks of `split_chunks`, of some sizes."""
     start = 0
-    for size in sizes:
-        piece = tokens[start : start + size]
-        # Padded with its own last token: what that row computes is as sound as the rows that count.
-        yield np.pad(piece, (0, size - len(piece)), mode="edge").astype(np.int32), len(piece)
+    for size in plan_chunks(len(tokens), slots):
+        yield pad_chunk(tokens[start : start + size], size)
         start += size
+
+
+def pad_chunk(tokens: np.ndarray, size: int) -> tuple[np.ndarray, int]:
+    """An int32 chunk of `size` that begins with `tokens`, and their number."""
+    # Padded with its own last token: what that row computes is as sound as the rows that count.
+    return np.pad(tokens, (0, size - len(tokens)), mode="edge").astype(np.int32), len(tokens)

@@ -4,9 +4,12 @@ The decision about pauses follows a clock, which is that of process 0 where ther
 """
 
 import collections
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.runtime import hosts
@@ -19,6 +22,15 @@ PLAIN_ROUNDS, PLAIN_EVERY, REMEMBERED = 3, 256, 64
 ENOUGH_ROUNDS, FIRST_PAUSE, LONGEST_PAUSE = 12, 32, 1024
 # Rounds slower than this many times the expected time are outliers, such as a paused consumer.
 OUTLIER = 10
+# Drafted rounds after which an earlier one counts a third. A draft that seems not to pay takes a prompt, to see whether
+# it does now, once so many times what that costs were decoded without it: at first, and at most after that was in vain.
+USUAL_ROUNDS, FIRST_WAIT, LONGEST_WAIT = 32, 30.0, 960.0
+# Tokens that a text is believed to have before any has ended, and texts after which an earlier one counts a third.
+FIRST_LENGTH, USUAL_TEXTS = 128.0, 8
+# Dispatches without a draft after which the time of an earlier one counts a third.
+USUAL_PLAIN = 8
+# Tokens of a text after which a draft takes its prompt at the earliest: till then copies may have begun to bring all.
+LEAST_WAIT = 4.0
 
 
 def time_turns(turn: Callable[[], dict[Any, float]], samples: int) -> list[dict[Any, float]]:
@@ -150,3 +162,52 @@ class RoundTimer:
     def _usual(self, tokens: int, drafted: bool) -> float:
         plain_s = None if self.plain_s is None else self.plain_s * (1 if drafted else tokens)
         return (drafted and self.drafted_s) or plain_s or 0.0
+
+
+class Worth:
+    """When a draft takes a prompt: by what recent drafts brought, and else now and then.
+
+    Tokens are those that were not copied; costs are in tokens of plain decoding.
+    """
+
+    def __init__(self, gain: float):
+        """`gain` is believed of drafts: their speed over plain decoding."""
+        self._brought = USUAL_ROUNDS * np.array([gain, 1.0])  # tokens, and what they cost
+        self._plain_s: float | None = None  # seconds of a token without a draft, of late
+        self._wait, self._rested = FIRST_WAIT, 0.0
+        self._length = FIRST_LENGTH  # of a usual text
+
+    def note(self, outputs: Sequence[StepOutput], seconds: float | None) -> float:
+        """Take in a dispatch, if it was timed; returns what drafts gained in it, in tokens.
+
+        Times say it, and not costs: what was wrong in these would be wrong here.
+        """
+        # A chain of so many passes brings no more; the others are of copies.
+        tokens, passes = (sum(each) for each in zip(*((len(o.tokens), o.draft_passes) for o in outputs), strict=True))
+        copied = any(o.drafted and (not o.draft_passes or len(o.tokens) > 1 + o.draft_passes) for o in outputs)
+        if seconds is None or copied or (passes and self._plain_s is None):
+            return 0.0
+        # An interruption counts no more than a slow moment.
+        plain_s = self._plain_s or seconds / tokens
+        spent = min(seconds / plain_s, 2.0 * tokens + 2.0 * len(outputs))
+        if not passes:
+            self._plain_s = plain_s * (1 + (spent / tokens - 1) / USUAL_PLAIN)
+            return 0.0
+        self._brought = (1 - 1 / USUAL_ROUNDS) ** len(outputs) * self._brought + np.array([tokens, spent])
+        return tokens - spent
+
+    def taking(self, cost: float) -> float:
+        """Tokens of an answer after which the draft takes its prompt, which costs as much as `cost` tokens."""
+        tokens, spent = self._brought
+        pays = cost / (1 - spent / tokens) if spent < tokens else math.inf
+        # Of a text that is longer than usual, as many tokens may come as came already.
+        return max(LEAST_WAIT, min(0.0 if pays <= self._length else pays, self._wait * cost - self._rested))
+
+    def end_text(self, decoded: int, taken: bool, gained: float) -> None:
+        """A text of so many tokens has ended; was its prompt `taken`, and what did its drafts gain?"""
+        self._length += (decoded - self._length) / USUAL_TEXTS
+        if not taken:
+            self._rested += decoded
+            return
+        self._rested = 0.0
+        self._wait = FIRST_WAIT if gained > 0 else min(2 * self._wait, LONGEST_WAIT)
