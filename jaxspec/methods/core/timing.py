@@ -183,9 +183,9 @@ class Worth:
         Times say it, and not costs: what was wrong in these would be wrong here.
         """
         # A chain of so many passes brings no more; the others are of copies.
-        tokens, passes = (sum(each) for each in zip(*((len(o.tokens), o.draft_passes) for o in outputs), strict=True))
+        tokens, passes = sum(len(o.tokens) for o in outputs), sum(o.draft_passes for o in outputs)
         copied = any(o.drafted and (not o.draft_passes or len(o.tokens) > 1 + o.draft_passes) for o in outputs)
-        if seconds is None or copied or (passes and self._plain_s is None):
+        if not seconds or copied or not tokens or (passes and self._plain_s is None):
             return 0.0
         # An interruption counts no more than a slow moment.
         plain_s = self._plain_s or seconds / tokens
