@@ -381,7 +381,7 @@ struct Levels {
 
 #endif
 
-#if !defined(__AVX2__)
+#if !defined(__AVX512F__) && !(defined(__AVX2__) && defined(__FMA__) && defined(__F16C__))
 inline Lanes sums(const Lanes (&a)[kLanes]) {
   float each_sum[kLanes];
   for (int i = 0; i < kLanes; i++) each_sum[i] = sum(a[i]);

@@ -470,6 +470,20 @@ def test_a_draft_takes_the_end_of_a_long_prompt(most, monkeypatch):
     assert max(count for count, _ in taken) <= most and max(begins for _, begins in taken) > 30
 
 
+def test_an_interrupted_prompt_that_another_one_shares_a_part_of(monkeypatch):
+    """The part ends before the tokens whose states were kept for the draft."""
+    engine, params = engine_of(FED_AUTO), params_of(FED_AUTO, "copy")
+    forget_drafts(FED_AUTO)
+    monkeypatch.setattr(engine, "session_memory", None)
+    monkeypatch.setattr(type(engine.runner), "most_taken", 20)
+    monkeypatch.setattr(engine.runner, "worth_taking", lambda prompt: 0.0)
+    with engine.open(params, [3, *LONG_PROMPT], SamplingParams(max_tokens=5), 0):
+        pass
+    prompt = [3, *LONG_PROMPT[:35], 1, 2, 3]
+    rounds, cached = answer(engine, params, prompt, 40, 1)
+    assert tokens_of(rounds) == tokens_of(plain("llama", prompt, 40, 1)) and 20 < cached < 36
+
+
 @pytest.mark.parametrize("before", [1, 3, 64, 66])
 def test_states_of_the_last_tokens(before):
     """They give the rows of a prompt that begins there."""

@@ -43,7 +43,7 @@ CONTEXT = 256
 BRANCH = 2
 # Tokens of each place of a block: below one that was accepted, further ones hardly ever are.
 PLACE_BRANCH = 4
-# Plain tokens that a draft which is fed hidden states may cost at the end of a prompt; it takes no more of it.
+# Plain tokens that the end of a prompt, or of each of its pieces, may cost a draft which is fed hidden states.
 MOST_OF_PROMPT = 4.0
 # Tokens after which what was learned is kept the first time; then each time that the number has doubled.
 WORTH_KEEPING = 64
@@ -312,7 +312,8 @@ class MeasuringRunner(SpeculativeRunner):
     def close(self, state: SpeculativeState | None) -> None:
         if state is not None:
             host = state.host
-            self.worth.end_text(host.read - host.copied, host.pending is None, host.gained)
+            if host.begun:
+                self.worth.end_text(host.read - host.copied, host.pending is None, host.gained)
             # The next turn begins without a prompt that was not taken.
             state.host.pending = None if state.host.begun else state.host.pending
         if self._profile is None or state is None or self._tokens < self._keep_at:

@@ -241,14 +241,18 @@ class SpeculativeRunner(Runner):
         kept, draft, host = self.num_cached(state, common, len(tokens) - 1), state.draft, state.host
         known = kept  # of the draft
         # States are not kept beyond a text, or a piece of a prompt.
-        if self._is_fed and (len(tokens) - 1 - kept >= self.most_taken or self._outgrows(state)):
+        unread = None if host.begun else host.pending  # of an interrupted prompt, or of the piece before
+        gone = unread is not None and kept < unread.begins
+        if self._is_fed and (gone or len(tokens) - 1 - kept >= self.most_taken or self._outgrows(state)):
             known = 0  # its text begins within what is new
-        elif self._is_fed and not host.begun and host.pending is not None:
-            draft, known = self.drafter.fill(params, draft, host.pending), kept - host.pending.begins
+        elif self._is_fed and unread is not None:
+            draft, known = self.drafter.fill(params, draft, unread), kept - unread.begins
         elif self._is_fed and host.begun and self.drafter.num_missing(draft):
             known = 0  # its text begins with what is new
         elif self._is_fed and host.begun and self.drafter.unfed_rows:
             draft = self.drafter.skip(params, draft, state.verified, flush=True)
+        if known < kept and fit_kept(known, len(tokens) - 1, self.executor.chunk_slots) < known:
+            known = 0  # states of the tokens that it would take again were not kept
         target, states = self.executor.resume(params.target, state.target, tokens, kept)
         draft = self.drafter.resume(params, draft, tokens, known, states, not host.begun)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
