@@ -459,8 +459,12 @@ def test_a_draft_takes_the_end_of_a_long_prompt(most, monkeypatch):
     monkeypatch.setattr(type(engine.runner), "most_taken", most)
     monkeypatch.setattr(engine.runner, "worth_taking", lambda prompt: 0.0)
     taken, fill = [], engine.runner.drafter.fill
-    sizes = lambda pending: (len(pending.tokens) - pending.known, pending.begins)  # noqa: E731
-    monkeypatch.setattr(engine.runner.drafter, "fill", lambda *given: (taken.append(sizes(given[2])), fill(*given))[1])
+
+    def note(params, state, pending):
+        taken.append((len(pending.tokens) - pending.known, pending.begins))
+        return fill(params, state, pending)
+
+    monkeypatch.setattr(engine.runner.drafter, "fill", note)
     prompt = LONG_PROMPT
     for turn in range(3):
         rounds, cached = answer(engine, params, prompt, 12, turn, in_pieces=turn == 1)

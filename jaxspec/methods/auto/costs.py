@@ -310,12 +310,10 @@ class MeasuringRunner(SpeculativeRunner):
             self.drafter.use_costs(self._used)
 
     def close(self, state: SpeculativeState | None) -> None:
-        if state is not None:
+        if state is not None and state.host.begun:
             host = state.host
-            if host.begun:
-                self.worth.end_text(host.read - host.copied, host.pending is None, host.gained)
-            # The next turn begins without a prompt that was not taken.
-            state.host.pending = None if state.host.begun else state.host.pending
+            self.worth.end_text(host.read - host.copied, host.pending is None, host.gained)
+            host.pending = None  # the next turn begins without a prompt that was not taken
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
         self._keep_at = 2 * self._tokens

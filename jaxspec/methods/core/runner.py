@@ -303,8 +303,9 @@ class SpeculativeRunner(Runner):
             common = max(0, common - 1)
         if self._is_fed and not (state.host.begun and self.drafter.num_missing(state.draft)):
             pending = state.host.pending
-            rows = self.drafter.num_rows_kept(state.draft)
-            if pending is not None:
+            if pending is None:
+                rows = self.drafter.num_rows_kept(state.draft)
+            else:
                 rows = pending.begins + max(0, len(pending.tokens) - 1)
             if state.host.begun and self.drafter.unfed_rows:
                 rows += self.drafter.num_unfed(state.draft) + read_scalar(state.verified.count)
