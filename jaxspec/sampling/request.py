@@ -46,8 +46,9 @@ def make_request(
     return Request(from_sampling(sampling, vocab_size, padded_size, prompt_tokens), seed_key(seed), max_tokens)
 
 
-def request_shapes(placement: Placement) -> Request:
-    """Shapes of a request on a model's mesh."""
-    example = make_request(SamplingParams(), 0, placement.cfg.vocab_size, placement.padded_vocab)
+def request_shapes(placement: Placement, example: Request | None = None) -> Request:
+    """Shapes of a request on a model's mesh; any other one's are those of `example`."""
+    if example is None:
+        example = make_request(SamplingParams(), 0, placement.cfg.vocab_size, placement.padded_vocab)
     specs = Request(processor_specs(TENSOR_AXIS), PartitionSpec(), PartitionSpec())  # pyright: ignore[reportArgumentType]
     return placement.shapes(example, specs)

@@ -26,7 +26,7 @@ from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import MLP_PARAMS, ROUTED_PARAMS, Params
 from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.transfer import place
+from jaxspec.runtime.transfer import place_like
 from jaxspec.tree.select import Candidates
 from pallas_kernels.active_rows import computed_rows
 from pallas_kernels.linear.blocks import FORMATS
@@ -137,7 +137,7 @@ class CostModel:
         """The figures on a model's devices."""
         shapes = self.shapes(placement)
         figures = PlacedCosts(*map(np.float32, (self.rounds, self.draft, self.draft_overhead)))  # pyright: ignore
-        return jax.tree.map(lambda figure, shape: place(figure, shape.sharding), figures, shapes)
+        return place_like(figures, shapes)
 
     def shapes(self, placement: Placement) -> PlacedCosts:
         """Shapes of what `place` gives."""

@@ -81,12 +81,13 @@ class Drafter(abc.ABC):
     def resume(
         self, params: ModelParams, state: Any, tokens: np.ndarray, common: int, states: PromptStates | None = None,
         same_text: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> tuple[Any, int]:  # fmt: skip
         """See `Runner.resume` and `prefill`; the default, of a drafter without a model, begins anew.
 
-        `same_text`: no round has run on `state`, whose prompt goes on; what was learned keeps its weight.
+        `same_text`: no round has run on `state`, whose prompt goes on; what was learned keeps its weight. The second
+        result counts the tokens that `fill` need not take, where the drafter `defers`; nothing is waited for.
         """
-        return self.prefill(params, state if same_text else self.start(int(tokens[-1]), state), tokens[:-1])
+        return self.prefill(params, state if same_text else self.start(int(tokens[-1]), state), tokens[:-1]), 0
 
     @abc.abstractmethod
     def draft(
@@ -169,9 +170,9 @@ class ModelDrafter(Drafter):
     def resume(
         self, params: ModelParams, state: Any, tokens: np.ndarray, common: int, states: PromptStates | None = None,
         same_text: bool = False,
-    ) -> Any:  # fmt: skip
+    ) -> tuple[Any, int]:  # fmt: skip
         assert params.draft is not None
-        return self._begin(self._sequence.resume(params.draft, state.sequence, tokens, common, states)[0])
+        return self._begin(self._sequence.resume(params.draft, state.sequence, tokens, common, states)[0]), 0
 
     def num_rows_kept(self, state: Any) -> int:
         return read_scalar(state.sequence.cache.length)

@@ -17,7 +17,7 @@ from jaxspec.methods.core.verify import Rule, decode_steps, match, verify
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.runtime.transfer import place
+from jaxspec.runtime.transfer import place_like
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request, make_request, request_shapes
 from jaxspec.sampling.variant import find_variant
@@ -175,5 +175,5 @@ def place_request(
 ) -> Request:
     """A request on a model's devices; `vocab_size` is the target's, whose tokens a bias may name."""
     request = make_request(sampling, seed, vocab_size, placement.padded_vocab, prompt_tokens)
-    request = jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), request, request_shapes(placement))
+    request = place_like(request, request_shapes(placement, request))
     return request if placement.plan.kernels.takes_cpu_forms else request.of_variant(find_variant(sampling))

@@ -17,7 +17,6 @@ from jaxspec.models.params import Params
 from jaxspec.pytree import pytree
 from jaxspec.results import TopTokens
 from jaxspec.runtime.placement import Placement
-from jaxspec.runtime.transfer import place
 from jaxspec.sampling.accept import Verified, num_ranked
 
 # Tokens that plain decoding computes in one dispatch: they share what a round costs apart from its passes.
@@ -96,15 +95,10 @@ def verified_shapes(target: Placement, max_path: int, layers: Sequence[int] = ()
 
 
 def first_verified(shapes: Verified, root: int) -> Verified:
-    """The `Verified` that a sequence begins with: its root, on the devices."""
-    tokens = np.zeros(shapes.tokens.shape, np.int32)
-    tokens[0] = root
-    values = [tokens, np.int32(1), np.zeros(shapes.path.shape, np.int32), np.zeros(shapes.logprob.shape, np.float32)]
-    if shapes.states is not None:
-        values.append(np.zeros(shapes.states.shape, np.float32))
-    placed: Any = (place(value, shape.sharding) for value, shape in zip(values, jax.tree.leaves(shapes), strict=True))
-    tokens, count, path, logprob, *states = placed
-    return Verified(tokens, count, path, logprob, states=states[0] if states else None)
+    """The `Verified` that a sequence begins with: its root, on the host, from where the first programs take it."""
+    blank: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    blank.tokens[0] = root
+    return dataclasses.replace(blank, count=np.int32(1))  # pyright: ignore[reportArgumentType]
 
 
 @dataclasses.dataclass(frozen=True)

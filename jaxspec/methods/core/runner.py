@@ -249,14 +249,13 @@ class SpeculativeRunner(Runner):
             draft, known = self.drafter.fill(params, draft, unread), kept - unread.begins
         elif self._is_fed and host.begun and self.drafter.num_missing(draft):
             known = 0  # its text begins with what is new
-        elif self._is_fed and host.begun and self.drafter.unfed_rows:
+        elif self._is_fed and host.begun and self.drafter.unfed_rows and self.drafter.num_rows_kept(draft) < kept:
             draft = self.drafter.skip(params, draft, state.verified, flush=True)
         if known < kept and fit_kept(known, len(tokens) - 1, self.executor.chunk_slots) < known:
             known = 0  # states of the tokens that it would take again were not kept
         target, states = self.executor.resume(params.target, state.target, tokens, kept)
-        draft = self.drafter.resume(params, draft, tokens, known, states, not host.begun)
+        draft, rows = self.drafter.resume(params, draft, tokens, known, states, not host.begun)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
-        rows = self.drafter.num_rows_kept(draft) if self.drafter.defers else 0
         pending = Pending(tokens[kept - known : -1], states, rows, kept - known)
         return self._begin(params, SpeculativeState(target, draft, verified, HostState()), pending)
 

@@ -30,7 +30,7 @@ from jaxspec.methods.core.tree_round import (
 from jaxspec.methods.core.verify import Draft, draft_shapes
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.runtime.transfer import place, read_scalar, zeros_of
+from jaxspec.runtime.transfer import place, place_like, read_scalar, zeros_of
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import history_shapes
 from jaxspec.sampling.request import Request, request_shapes
@@ -169,12 +169,12 @@ class TreeDrafter(Drafter):
     def resume(
         self, params: ModelParams, state: TreeState, tokens: np.ndarray, common: int,
         states: PromptStates | None = None, same_text: bool = False,
-    ) -> TreeState:  # fmt: skip
-        sequence = state.sequence
+    ) -> tuple[TreeState, int]:  # fmt: skip
+        sequence, kept = state.sequence, 0
         if sequence is not None:
-            sequence, _ = self._sequence.rewind_to(sequence, tokens, common)
+            sequence, kept = self._sequence.rewind_to(sequence, tokens, common)
         begun = dataclasses.replace(state, sequence=sequence) if same_text else self._begin(sequence, state)
-        return dataclasses.replace(begun, text=self._place_text(tokens[:-1]))
+        return dataclasses.replace(begun, text=self._place_text(tokens[:-1])), kept
 
     def fill(self, params: ModelParams, state: TreeState, pending: Pending) -> TreeState:
         if state.sequence is None:
@@ -221,7 +221,7 @@ class TreeDrafter(Drafter):
             return self._restart(sequence, state.stats, state.idle, state.patience)
         if self.learned is None:
             return self._create(sequence)
-        stats = jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), self.learned, self.state.stats)
+        stats = place_like(self.learned, self.state.stats)
         first = place(np.int32(FIRST_PATIENCE), self.state.idle.sharding)
         return self._restart(sequence, stats, first, first)
 
@@ -233,5 +233,4 @@ class TreeDrafter(Drafter):
             token[:start] = self.earlier
         token[start : start + len(tokens)] = tokens
         length = np.int32(start + len(tokens))
-        text = Text(token, length, np.int32(start))  # pyright: ignore[reportArgumentType]
-        return jax.tree.map(lambda leaf, shape: place(leaf, shape.sharding), text, self.state.text)
+        return Text(token, length, np.int32(start))  # pyright: ignore[reportArgumentType]

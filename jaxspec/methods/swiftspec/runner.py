@@ -213,7 +213,7 @@ class SwiftSpecRunner(Runner):
     def resume(self, params: ModelParams, state: SwiftSpecState, tokens: np.ndarray, common: int) -> SwiftSpecState:
         kept = self.num_cached(state, common, len(tokens) - 1)
         target, states = self.executor.resume(params.target, state.target, tokens, kept)
-        draft = self.drafter.resume(params, state.draft, tokens, kept, self._send(states))
+        draft, _ = self.drafter.resume(params, state.draft, tokens, kept, self._send(states))
         return SwiftSpecState(target, draft, _with_states(self._first_verified(int(tokens[-1])), states))
 
     def prefill(self, params: ModelParams, state: SwiftSpecState, tokens: np.ndarray) -> SwiftSpecState:
