@@ -485,7 +485,7 @@ def test_an_interrupted_prompt_that_another_one_shares_a_part_of(monkeypatch):
         pass
     prompt = [3, *LONG_PROMPT[:35], 1, 2, 3]
     rounds, cached = answer(engine, params, prompt, 40, 1)
-    assert tokens_of(rounds) == tokens_of(plain("llama", prompt, 40, 1)) and 20 < cached < 36
+    assert tokens_of(rounds) == tokens_of(plain("llama", prompt, 40, 1)) and 20 < cached <= 36
 
 
 @pytest.mark.parametrize("before", [1, 3, 64, 66])
@@ -523,7 +523,7 @@ def test_a_text_survives_the_growth_of_the_caches(case, monkeypatch):
     rounds, cached = answer(engine, params, prompt, 30)
     assert tokens_of(rounds) == tokens_of(plain(case.family, prompt, 30, 0)) and engine.runner.slots > slots
     assert any(one.draft_passes for one in rounds) and engine.runner.worth is worth
-    assert cached == (0 if case == FED_ASSISTANT else len(PROMPT) + 10)
+    assert cached == (0 if case == FED_ASSISTANT else len(PROMPT) + 11)
 
 
 def test_states_of_an_odd_number_of_rows():

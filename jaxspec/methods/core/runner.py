@@ -238,21 +238,12 @@ class SpeculativeRunner(Runner):
     def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
         if self.timer is not None:
             self.timer.begin_text()
-        kept, draft, host = self.num_cached(state, common, len(tokens) - 1), state.draft, state.host
-        known = kept  # of the draft
-        # States are not kept beyond a text, or a piece of a prompt.
-        unread = None if host.begun else host.pending  # of an interrupted prompt, or of the piece before
-        gone = unread is not None and kept < unread.begins
-        if self._is_fed and (gone or len(tokens) - 1 - kept >= self.most_taken or self._outgrows(state)):
-            known = 0  # its text begins within what is new
-        elif self._is_fed and unread is not None:
-            draft, known = self.drafter.fill(params, draft, unread), kept - unread.begins
-        elif self._is_fed and host.begun and self.drafter.num_missing(draft):
-            known = 0  # its text begins with what is new
-        elif self._is_fed and host.begun and self.drafter.unfed_rows and self.drafter.num_rows_kept(draft) < kept:
+        count, draft, host = len(tokens) - 1, state.draft, state.host
+        kept, known = self._plan_kept(state, common, count)
+        if self._is_fed and known and not host.begun and host.pending is not None:
+            draft = self.drafter.fill(params, draft, host.pending)
+        elif self._is_fed and known and host.begun and self.drafter.num_rows_kept(draft) < known:
             draft = self.drafter.skip(params, draft, state.verified, flush=True)
-        if known < kept and fit_kept(known, len(tokens) - 1, self.executor.chunk_slots) < known:
-            known = 0  # states of the tokens that it would take again were not kept
         target, states = self.executor.resume(params.target, state.target, tokens, kept)
         draft, rows = self.drafter.resume(params, draft, tokens, known, states, not host.begun)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
@@ -295,21 +286,36 @@ class SpeculativeRunner(Runner):
         return drafter.fill(params, state.draft, pending), False
 
     def num_cached(self, state: SpeculativeState, common: int, count: int) -> int:
-        if self._is_fed and not self.drafter.rests and self._outgrows(state):
-            return 0  # the positions of such a draft's keys have no gap
-        if self._is_fed:
-            # The hidden state of the last of them is needed and was not kept, so it runs again.
-            common = max(0, common - 1)
-        if self._is_fed and not (state.host.begun and self.drafter.num_missing(state.draft)):
-            pending = state.host.pending
-            if pending is None:
-                rows = self.drafter.num_rows_kept(state.draft)
-            else:
-                rows = pending.begins + max(0, len(pending.tokens) - 1)
-            if state.host.begun and self.drafter.unfed_rows:
-                rows += self.drafter.num_unfed(state.draft) + read_scalar(state.verified.count)
-            common = min(common, rows)
-        return super().num_cached(state, common, count)
+        return self._plan_kept(state, common, count)[0]
+
+    def _plan_kept(self, state: SpeculativeState, common: int, count: int) -> tuple[int, int]:
+        """How many of `common` tokens the target keeps of a text, see `num_cached`, and how many the draft."""
+        host, drafter, cached = state.host, self.drafter, super().num_cached
+        if not self._is_fed:
+            kept = cached(state, common, count)
+            return kept, kept
+        outgrows = self._outgrows(state)
+        if outgrows and not drafter.rests:
+            return 0, 0  # the positions of such a draft's keys have no gap
+        # States are not kept beyond a text, or a piece of a prompt: that of the token before the first one that the
+        # draft takes is computed again, unless the draft's text begins within what is new.
+        unread = None if host.begun else host.pending  # of an interrupted prompt, or of the piece before
+        fresh = cached(state, max(0, min(common, count - 1)), count)
+        begins = 0 if unread is None else unread.begins
+        missing = host.begun and drafter.num_missing(state.draft)
+        if outgrows or missing or fresh < begins or count - fresh >= self.most_taken:
+            return fresh, 0
+        if unread is not None:
+            rows = begins + max(0, len(unread.tokens) - 1)
+        else:
+            rows = drafter.num_rows_kept(state.draft)
+            if host.begun and drafter.unfed_rows:
+                rows += drafter.num_unfed(state.draft) + read_scalar(state.verified.count)
+        kept = cached(state, min(max(0, common - 1), rows), count)
+        known = kept - begins
+        # Where it would take some of them again, their states were not kept.
+        fits = not begins or fit_kept(known, count, self.executor.chunk_slots) == known
+        return kept, known if fits and known > 0 else 0
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
         return self.executor.place_request(sampling, seed, prompt_tokens)
