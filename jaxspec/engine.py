@@ -315,11 +315,11 @@ class Session:
         self._wants_top = sampling.num_logprobs > 0
         tokens = self._next_piece(common)
         self.num_cached = 0  # prompt tokens that are not computed again
-        if common:
+        if buffers is None:
+            self._state = runner.prefill(params, runner.start(int(tokens[-1]), None), tokens[:-1])
+        else:
             self.num_cached = runner.num_cached(buffers, common, len(tokens) - 1)
             self._state = runner.resume(params, buffers, tokens, common)
-        else:
-            self._state = runner.prefill(params, runner.start(int(tokens[-1]), buffers), tokens[:-1])
         self._matcher = matcher
         # Under a constraint the host needs the tokens of a round before it can dispatch the next.
         self._most_in_flight = runner.in_flight if matcher is None else 1
@@ -425,8 +425,9 @@ class Session:
         return state, round_, min_tokens
 
 
-def _copy(leaf: jax.Array) -> jax.Array:
-    return jax.device_put(leaf, leaf.sharding, may_alias=False)
+def _copy(leaf: Any) -> Any:
+    # What no program has taken yet may be on the host; nothing changes it there.
+    return jax.device_put(leaf, leaf.sharding, may_alias=False) if isinstance(leaf, jax.Array) else leaf
 
 
 def read_sampling(values: dict[str, Any]) -> SamplingParams:

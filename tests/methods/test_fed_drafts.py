@@ -488,6 +488,21 @@ def test_an_interrupted_prompt_that_another_one_shares_a_part_of(monkeypatch):
     assert tokens_of(rounds) == tokens_of(plain("llama", prompt, 40, 1)) and 20 < cached <= 36
 
 
+def test_a_copy_of_an_interrupted_prompt(monkeypatch):
+    """No round has run on it, so that a part of its state is on the host."""
+    engine, params = engine_of(FED_AUTO), params_of(FED_AUTO, "copy")
+    forget_drafts(FED_AUTO)
+    monkeypatch.setattr(engine, "_idle", [])
+    monkeypatch.setattr(engine, "session_memory", 2**30)
+    long = [3, *LONG_PROMPT, *LONG_PROMPT]
+    with engine.open(params, long, SamplingParams(max_tokens=5), 0):
+        pass
+    prompt = [*long[:70], 1]
+    for turn in range(2):
+        rounds, cached = answer(engine, params, prompt, 20, 1)
+        assert tokens_of(rounds) == tokens_of(plain("llama", prompt, 20, 1)) and cached >= 64, turn
+
+
 @pytest.mark.parametrize("before", [1, 3, 64, 66])
 def test_states_of_the_last_tokens(before):
     """They give the rows of a prompt that begins there."""

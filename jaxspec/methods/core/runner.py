@@ -245,7 +245,7 @@ class SpeculativeRunner(Runner):
         elif self._is_fed and known and host.begun and self.drafter.num_rows_kept(draft) < known:
             draft = self.drafter.skip(params, draft, state.verified, flush=True)
         target, states = self.executor.resume(params.target, state.target, tokens, kept)
-        draft, rows = self.drafter.resume(params, draft, tokens, known, states, not host.begun)
+        draft, rows = self.drafter.resume(params, draft, tokens, known, states, common > 0 and not host.begun)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
         pending = Pending(tokens[kept - known : -1], states, rows, kept - known)
         return self._begin(params, SpeculativeState(target, draft, verified, HostState()), pending)
@@ -291,7 +291,7 @@ class SpeculativeRunner(Runner):
     def _plan_kept(self, state: SpeculativeState, common: int, count: int) -> tuple[int, int]:
         """How many of `common` tokens the target keeps of a text, see `num_cached`, and how many the draft."""
         host, drafter, cached = state.host, self.drafter, super().num_cached
-        if not self._is_fed:
+        if not self._is_fed or not common:
             kept = cached(state, common, count)
             return kept, kept
         outgrows = self._outgrows(state)

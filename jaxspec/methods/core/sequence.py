@@ -180,10 +180,12 @@ class ModelSequence:
 
         `state`, which is donated, is that of a sequence with the same first `common` tokens, maybe of a smaller cache.
         A draft's cache may hold fewer of them, and that of a model with recurrent layers what follows its last rows
-        only, else nothing is kept. Waits for what runs on `state`. The second result is the number of
-        tokens that are kept; `prefill` takes the others.
+        only, else nothing is kept. Waits for what runs on `state`, where something may be kept. The second result is
+        the number of tokens that are kept; `prefill` takes the others.
         """
         state, count = self._fit(state), len(tokens) - 1
+        if not common:
+            return self.rewind(state, (), tokens[-1]), 0
         kept = fit_kept(min(common, read_scalar(state.cache.length)), count, self.chunk_slots)
         kept = self.rewindable(state, kept)
         return self.rewind(state, tokens[:kept], tokens[-1]), kept
@@ -191,7 +193,8 @@ class ModelSequence:
     def rewindable(self, state: SequenceState, kept: int) -> int:
         """`kept`, or 0 where recurrent layers have folded what continues so many tokens; waits for them then."""
         cfg = self.placement.cfg
-        return kept if cfg.recurrent is None or can_rewind(cfg, read_scalar(state.cache.length), kept) else 0
+        keeps = not kept or cfg.recurrent is None or can_rewind(cfg, read_scalar(state.cache.length), kept)
+        return kept if keeps else 0
 
     def resume(
         self, params: Params, state: SequenceState, tokens: np.ndarray, common: int, states: PromptStates | None = None
