@@ -314,12 +314,9 @@ class Session:
         self._request = runner.place_request(dataclasses.replace(sampling, max_tokens=self.limit), seed, len(prompt))
         self._wants_top = sampling.num_logprobs > 0
         tokens = self._next_piece(common)
-        self.num_cached = 0  # prompt tokens that are not computed again
-        if buffers is None:
-            self._state = runner.prefill(params, runner.start(int(tokens[-1]), None), tokens[:-1])
-        else:
-            self.num_cached = runner.num_cached(buffers, common, len(tokens) - 1)
-            self._state = runner.resume(params, buffers, tokens, common)
+        buffers = runner.start(0, None) if buffers is None else buffers
+        self.num_cached = runner.num_cached(buffers, common, len(tokens) - 1)  # prompt tokens not computed again
+        self._state = runner.resume(params, buffers, tokens, common)
         self._matcher = matcher
         # Under a constraint the host needs the tokens of a round before it can dispatch the next.
         self._most_in_flight = runner.in_flight if matcher is None else 1

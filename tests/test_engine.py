@@ -65,9 +65,9 @@ def test_prefill_in_chunks_equals_token_by_token(engine, params, length):
     runner = engine.runner
     state = runner.start(prompt[0], None)
     for token in prompt[1:]:
-        state = runner.prefill(ModelParams(params), state, np.array([int(state.root)], np.int32))
+        state, _ = runner.executor.prefill(params, state, np.array([int(state.root)], np.int32))
         state = dataclasses.replace(state, root=jax.device_put(np.int32(token), state.root.sharding))
-    chunked = runner.prefill(ModelParams(params), runner.start(prompt[-1], None), np.array(prompt[:-1], np.int32))
+    chunked = runner.resume(ModelParams(params), runner.start(0, None), np.array(prompt, np.int32), 0)
     assert int(chunked.cache.length) == int(state.cache.length) == length - 1
     for one, other in zip(chunked.cache.key, state.cache.key, strict=True):
         np.testing.assert_allclose(one[:, : length - 1], other[:, : length - 1], rtol=1e-4, atol=1e-5)
@@ -120,13 +120,13 @@ def test_interleaved_and_abandoned_generations_do_not_disturb_each_other(engine,
 
 
 def test_finished_buffers_are_reused(engine, params, monkeypatch):
-    given, start = [], type(engine.runner).start
+    given, resume = [], type(engine.runner).resume
 
-    def spy(runner, root, state):
+    def spy(runner, params, state, tokens, common):
         given.append(state.cache.key[0].unsafe_buffer_pointer())
-        return start(runner, root, state)
+        return resume(runner, params, state, tokens, common)
 
-    monkeypatch.setattr(type(engine.runner), "start", spy)
+    monkeypatch.setattr(type(engine.runner), "resume", spy)
     for length in (5, 9, 7):
         decode(engine, params, prompt_of(length), 3)
     assert len(given) == 3 and len(set(given)) == 1

@@ -102,7 +102,7 @@ def files_of(name: str, draft: ModelConfig = DRAFT) -> set[str]:
     runner = method.bind(models, 128)
     state = None if runner.calibrated else runner.calibrate(params, None)
     prompt = np.array([3, 1, 4, 1, 5, 9, 3, 1, 4, 1, 5], np.int32)
-    state = runner.prefill(params, runner.start(int(prompt[-1]), state), prompt[:-1])
+    state = runner.resume(params, runner.start(0, state), prompt, 0)
     request = runner.place_request(SamplingParams(max_tokens=100), 0, len(prompt))
     with watched() as found:
         for _ in range(ROUNDS):

@@ -58,9 +58,6 @@ class AutoregressiveRunner(Runner):
     def start(self, root: int, state: SequenceState | None) -> SequenceState:
         return self.executor.start(root, state)
 
-    def prefill(self, params: ModelParams, state: SequenceState, tokens: np.ndarray) -> SequenceState:
-        return self.executor.prefill(params.target, state, tokens)[0]
-
     def resume(self, params: ModelParams, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
         return self.executor.resume(params.target, state, tokens, common)[0]
 

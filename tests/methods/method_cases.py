@@ -262,8 +262,7 @@ class Steps:
 
     def prefilled(self, text):
         """State of a new sequence: all tokens but the last are committed."""
-        state = self.runner.start(text[-1], None)
-        state = self.runner.prefill(self.params, state, np.array(text[:-1], np.int32))
+        state = self.runner.resume(self.params, self.runner.start(0, None), np.array(text, np.int32), 0)
         pending = getattr(state, "host", None) and state.host.pending
         if pending is None:
             return state

@@ -243,8 +243,7 @@ class Rounds:
 
     def prefilled(self, text):
         """State of a new sequence: all tokens but the last are committed."""
-        state = self.runner.start(text[-1], None)
-        return self.runner.prefill(self.params, state, np.array(text[:-1], np.int32))
+        return self.runner.resume(self.params, self.runner.start(0, None), np.array(text, np.int32), 0)
 
     def dispatch(self):
         """Run a round and read nothing."""

@@ -77,7 +77,7 @@ def test_caches_and_states_equal_a_fresh_prefill_of_the_verified_text(name, samp
         assert int(draft_side.sequence.seen) == known
         length = int(draft_side.sequence.cache.length)
         assert length == max(known - 2 + name.startswith("assistant"), 0)
-        fresh = runner.prefill(steps.params, runner.start(steps.text[-1], None), np.array(steps.text[:-1], np.int32))
+        fresh = runner.resume(steps.params, runner.start(0, None), np.array(steps.text, np.int32), 0)
         rows = known - 1
         assert_prefix(dataclasses.replace(draft_side.sequence.cache, length=rows), fresh.draft.sequence.cache, rows)
         assert_prefix(steps.state.target.cache, fresh.target.cache, len(steps.text) - 1)
@@ -143,7 +143,7 @@ def test_nodes_survive_with_their_states_and_keys():
     request = runner.place_request(SamplingParams(), 0)
 
     def begin(text):
-        return runner.prefill(params, runner.start(text[-1], None), np.array(text[:-1], np.int32))
+        return runner.resume(params, runner.start(0, None), np.array(text, np.int32), 0)
 
     state, before, survived, missed = begin(text), {}, 0, 0
     for _ in range(14):

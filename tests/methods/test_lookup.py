@@ -142,7 +142,7 @@ def drafter_of(method):
 def draft(text, method):
     """Draft after a text whose last token the last round added."""
     drafter, verified = drafter_of(method)
-    state = drafter.prefill(ModelParams({}), drafter.start(text[-1], None), np.array(text[:-1], np.int32))
+    state, _ = drafter.resume(ModelParams({}), drafter.start(0, None), np.array(text, np.int32), 0)
     return drafter.draft(ModelParams({}), None, state, first_verified(verified, text[-1]), None)[2]
 
 

@@ -76,13 +76,13 @@ def test_a_dispatch_ends_with_its_tokens_and_the_text():
     case = LLAMA_CHAIN
     runner, params = engine_of(case).runner, params_of(case, "copy")  # every round brings five tokens
     request = runner.place_request(SamplingParams(max_tokens=12, ignore_eos=True), 0)
-    state = runner.prefill(params, runner.start(PROMPT[-1], None), np.array(PROMPT[:-1], np.int32))
+    state = runner.resume(params, runner.start(0, None), np.array(PROMPT, np.int32), 0)
     state, round_, least = runner.round(params, state, request, 12)
     assert least == ROUNDS_PER_DISPATCH
     assert [len(output.tokens) for output in read_rounds(round_)] == [5]
     far = runner.place_request(SamplingParams(max_tokens=90, ignore_eos=True), 0)
     params = params_of(case, "first layer")  # few of whose drafts are right
-    state = runner.prefill(params, runner.start(PROMPT[-1], state), np.array(PROMPT[:-1], np.int32))
+    state = runner.resume(params, runner.start(0, state), np.array(PROMPT, np.int32), 0)
     for _ in range(8):
         state, round_, least = runner.round(params, state, far, 60)
         counts = [len(output.tokens) for output in read_rounds(round_)]

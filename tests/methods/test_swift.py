@@ -166,7 +166,7 @@ def test_matchness_is_what_the_skipped_model_says(family, method):
     engine, params = engine_of(method, family), params_of(family)
     runner, window = runner_of(engine), method.search_settings.window
     text = PROMPT + tokens_of(run(engine, params, PROMPT, 20))
-    state = runner.prefill(params, runner.start(text[-1], None), np.array(text[:-1], np.int32))
+    state = runner.resume(params, runner.start(0, None), np.array(text, np.int32), 0)
     for start in (len(PROMPT), len(text) - 1 - window):
         for layers in (uniform_layers(LAYERS), all_layers(LAYERS), parse_layers("mlp=1-4", LAYERS)):
             expected = matches_by_hand(family, layers, text, start, window)

@@ -262,7 +262,7 @@ def assert_cache(steps, replay):
     side, state = steps.runner.drafter, None
     for end in ends:
         text = [*known, *end]
-        state = side.prefill(steps.params, side.start(text[-1], state), np.array(text, np.int32))
+        state, _ = side.resume(steps.params, state or side.start(0, None), np.array([*text, 0], np.int32), 0)
         # The last layer's keys and values are there as well: a prefill skips what comes behind them only.
         slots = [*range(len(known) - 1), *(len(known) - 1 + places[end[:depth]] for depth in range(len(end) + 1))]
         for one, other in zip(got, arrays(state.sequence.cache), strict=True):

@@ -100,7 +100,7 @@ def test_trees_have_the_scores_of_transformers(name, ordered, tmp_path, caplog):
     runner, rng, deepest = engine.runner, np.random.default_rng(5), 0
     for length in (2, 20, 70):
         text = rng.integers(0, V, length).tolist()
-        state = runner.prefill(params, runner.start(text[-1], None), np.array(text[:-1], np.int32))
+        state = runner.resume(params, runner.start(0, None), np.array(text, np.int32), 0)
         request = runner.place_request(SamplingParams(), 0)
         for _ in range(4):
             state, round_, _ = runner.round(params, state, request, 1)

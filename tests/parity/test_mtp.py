@@ -93,7 +93,7 @@ def test_what_a_chain_drafts_follows_from_the_states_of_transformers(family, tmp
     engine.prepare()
     runner, rng = engine.runner, np.random.default_rng(5)
     text = rng.integers(0, target.config.vocab_size, 70).tolist()
-    state = runner.prefill(params, runner.start(text[-1], None), np.array(text[:-1], np.int32))
+    state = runner.resume(params, runner.start(0, None), np.array(text, np.int32), 0)
     request, close = runner.place_request(SamplingParams(), 0), 0
     for _ in range(6):
         with torch.no_grad():

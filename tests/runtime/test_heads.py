@@ -71,7 +71,7 @@ def answer(kv_heads, degree, temperature):
     bound = Autoregressive().bind(Models(target), 128)
     prompt = np.random.default_rng(3).integers(0, cfg.vocab_size, 40).astype(np.int32)
     request = bound.place_request(SamplingParams(temperature=temperature), 5)
-    state, tokens = bound.prefill(params, bound.start(int(prompt[-1]), None), prompt[:-1]), []
+    state, tokens = bound.resume(params, bound.start(0, None), prompt, 0), []
     while len(tokens) < 16:
         state, round_, _ = bound.round(params, state, request, 16 - len(tokens))
         tokens += read_round(round_).tokens

@@ -63,7 +63,7 @@ def runner(family, degree):
 def decode(family, degree, sampling, seed):
     bound, params = runner(family, degree), tiny_params(family, degree)
     request = bound.place_request(sampling, seed)
-    state = bound.prefill(ModelParams(params), bound.start(int(PROMPT[-1]), None), PROMPT[:-1])
+    state = bound.resume(ModelParams(params), bound.start(0, None), PROMPT, 0)
     tokens, logprobs = [], []
     while len(tokens) < sampling.max_tokens:
         state, round_, _ = bound.round(ModelParams(params), state, request, sampling.max_tokens - len(tokens))

@@ -128,7 +128,7 @@ def test_rounds_read_nothing(pair, pairs, host_copies):
     engine, params = pairs(*pair)
     runner = engine.runner
     request = runner.place_request(SamplingParams(temperature=1.0), 0)
-    state = runner.prefill(params, runner.start(PROMPT[-1], None), np.array(PROMPT[:-1], np.int32))
+    state = runner.resume(params, runner.start(0, None), np.array(PROMPT, np.int32), 0)
     host_copies.clear()
     for _ in range(6):
         state, round_, _ = runner.round(params, state, request, 1)
@@ -167,7 +167,7 @@ def test_two_packed_arrays_cross(pair, pairs, monkeypatch):
 
     monkeypatch.setattr("jaxspec.methods.swiftspec.runner.transfer", spy)
     request = runner.place_request(SamplingParams(), 0)
-    state = runner.prefill(params, runner.start(PROMPT[-1], None), np.array(PROMPT[:-1], np.int32))
+    state = runner.resume(params, runner.start(0, None), np.array(PROMPT, np.int32), 0)
     for _ in range(3):
         state, _, _ = runner.round(params, state, request, 1)
     jax.block_until_ready(state)

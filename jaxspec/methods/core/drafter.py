@@ -74,20 +74,17 @@ class Drafter(abc.ABC):
     def start(self, root: int, state: Any | None) -> Any:
         """State of an empty sequence; `state` is donated."""
 
-    @abc.abstractmethod
-    def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray, states: PromptStates | None = None) -> Any:
-        """Commit int32 `tokens` `[n]`; `states` are the target's, for a feature draft."""
-
     def resume(
         self, params: ModelParams, state: Any, tokens: np.ndarray, common: int, states: PromptStates | None = None,
         same_text: bool = False,
     ) -> tuple[Any, int]:  # fmt: skip
-        """See `Runner.resume` and `prefill`; the default, of a drafter without a model, begins anew.
+        """See `Runner.resume`; the default, of a drafter without a model, begins anew.
 
-        `same_text`: no round has run on `state`, whose prompt goes on; what was learned keeps its weight. The second
-        result counts the tokens that `fill` need not take, where the drafter `defers`; nothing is waited for.
+        `states` are the target's, for a feature draft. `same_text`: no round has run on `state`, whose prompt goes on;
+        what was learned keeps its weight. The second result counts the tokens that `fill` need not take, where the
+        drafter `defers`; nothing is waited for.
         """
-        return self.prefill(params, state if same_text else self.start(int(tokens[-1]), state), tokens[:-1]), 0
+        return state if same_text else self.start(int(tokens[-1]), state), 0
 
     @abc.abstractmethod
     def draft(
@@ -99,7 +96,7 @@ class Drafter(abc.ABC):
         """
 
     def fill(self, params: ModelParams, state: Any, pending: Pending) -> Any:
-        """Run the rest of a prompt through the draft model, where `prefill` and `resume` leave it to be done later."""
+        """Run the rest of a prompt through the draft model, where `resume` leaves it to be done later."""
         return state
 
     def use_costs(self, costs: CostModel) -> None:
@@ -161,11 +158,6 @@ class ModelDrafter(Drafter):
 
     def start(self, root: int, state: Any | None) -> Any:
         return self._begin(self._sequence.start(root, None if state is None else state.sequence))
-
-    def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray, states: PromptStates | None = None) -> Any:
-        assert params.draft is not None
-        sequence, _ = self._sequence.prefill(params.draft, state.sequence, tokens, states=states)
-        return dataclasses.replace(state, sequence=sequence)
 
     def resume(
         self, params: ModelParams, state: Any, tokens: np.ndarray, common: int, states: PromptStates | None = None,

@@ -54,9 +54,8 @@ class Runner(abc.ABC):
 
     The engine calls
 
-        state = runner.start(root, state)                  # a new sequence; reuses the buffers of a finished one
-        state = runner.prefill(params, state, tokens)      # every prompt token but the last, the root
-        state = runner.resume(params, state, tokens, common)   # both, after a sequence with the same first tokens
+        state = runner.start(root, state)                  # an empty sequence; reuses the buffers of a finished one
+        state = runner.resume(params, state, tokens, common)   # a text, after one with the same first tokens
         state, round_, min_tokens = runner.round(params, state, request, room)   # again and again; dispatches only
         runner.observe(state, outputs)                     # once for each dispatch, in order, when it was read
         runner.close(state)                                # the generation has ended
@@ -90,15 +89,11 @@ class Runner(abc.ABC):
         """State of an empty sequence whose last verified token is `root`; `state` is donated."""
 
     @abc.abstractmethod
-    def prefill(self, params: ModelParams, state: Any, tokens: np.ndarray) -> Any:
-        """Commit int32 `tokens` `[n]` to the caches."""
-
-    @abc.abstractmethod
     def resume(self, params: ModelParams, state: Any, tokens: np.ndarray, common: int) -> Any:
         """Begin a sequence of int32 `tokens` `[n]`, the last of which is the root, computing only what is new.
 
         `state`, which is donated, is that of a sequence with the same first `common` tokens, below n, whose capacity
-        may be smaller. What comes is what `start` and `prefill` give.
+        may be smaller.
         """
 
     @abc.abstractmethod
@@ -228,12 +223,6 @@ class SpeculativeRunner(Runner):
             first_verified(self.executor.verified, root),
             HostState(),
         )
-
-    def prefill(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray) -> SpeculativeState:
-        target, states = self.executor.prefill(params.target, state.target, tokens)
-        draft = self.drafter.prefill(params, state.draft, tokens, states)
-        verified = _with_states(state.verified, states)
-        return self._begin(params, SpeculativeState(target, draft, verified, state.host), Pending(tokens, states))
 
     def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
         if self.timer is not None:

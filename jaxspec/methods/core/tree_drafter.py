@@ -161,11 +161,6 @@ class TreeDrafter(Drafter):
             sequence = self._sequence.start(root, None if state is None else state.sequence)
         return self._begin(sequence, state)
 
-    def prefill(
-        self, params: ModelParams, state: TreeState, tokens: np.ndarray, states: PromptStates | None = None
-    ) -> TreeState:
-        return dataclasses.replace(state, text=self._place_text(tokens))
-
     def resume(
         self, params: ModelParams, state: TreeState, tokens: np.ndarray, common: int,
         states: PromptStates | None = None, same_text: bool = False,

@@ -112,12 +112,6 @@ class SwiftRunner(SpeculativeRunner):
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
         return dataclasses.replace(super().start(root, state), host=HostText(tokens=[root]))
 
-    def prefill(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray) -> SpeculativeState:
-        text = _text(state)
-        text.tokens[:0] = tokens.tolist()
-        text.prompt = len(text.tokens)
-        return super().prefill(params, state, tokens)
-
     def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
         text = HostText(tokens=tokens.tolist(), prompt=len(tokens))
         return dataclasses.replace(super().resume(params, state, tokens, common), host=text)

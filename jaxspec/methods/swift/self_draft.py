@@ -27,7 +27,7 @@ from jaxspec.methods.core.cost_model import (
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import PathHistory
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
-from jaxspec.methods.core.sequence import PromptStates, SequenceState, sequence_shapes
+from jaxspec.methods.core.sequence import SequenceState, sequence_shapes
 from jaxspec.methods.core.verify import Draft, draft_shapes
 from jaxspec.models.kv_cache import KVCache
 from jaxspec.models.layer_set import LayerSet
@@ -167,11 +167,6 @@ class SelfDrafter(Drafter):
     def start(self, root: int, state: ChainMemory | None) -> ChainMemory:
         """Begin a text; what was learned of the draft in earlier ones counts."""
         return self._create() if state is None else self._restart(state)
-
-    def prefill(
-        self, params: ModelParams, state: ChainMemory, tokens: np.ndarray, states: PromptStates | None = None
-    ) -> ChainMemory:
-        return state  # only the target has a cache
 
     def draft(
         self, params: ModelParams, target: SequenceState, state: ChainMemory, verified: Verified, request: Request

@@ -216,12 +216,6 @@ class SwiftSpecRunner(Runner):
         draft, _ = self.drafter.resume(params, state.draft, tokens, kept, self._send(states))
         return SwiftSpecState(target, draft, _with_states(self._first_verified(int(tokens[-1])), states))
 
-    def prefill(self, params: ModelParams, state: SwiftSpecState, tokens: np.ndarray) -> SwiftSpecState:
-        """See `Runner.prefill`; both sides at the same time, but for a feature draft."""
-        target, states = self.executor.prefill(params.target, state.target, tokens)
-        draft = self.drafter.prefill(params, state.draft, tokens, self._send(states))
-        return SwiftSpecState(target, draft, _with_states(state.verified, states))
-
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Requests:
         size = self._target.cfg.vocab_size
         return Requests(
