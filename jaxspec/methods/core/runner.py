@@ -289,7 +289,7 @@ class SpeculativeRunner(Runner):
         # States are not kept beyond a text, or a piece of a prompt: that of the token before the first one that the
         # draft takes is computed again, unless the draft's text begins within what is new.
         unread = None if host.begun else host.pending  # of an interrupted prompt, or of the piece before
-        fresh = cached(state, max(0, min(common, count - 1)), count)
+        fresh = cached(state, min(common, count - 1), count)
         begins = 0 if unread is None else unread.begins
         missing = host.begun and drafter.num_missing(state.draft)
         if outgrows or missing or fresh < begins or count - fresh >= self.most_taken:
@@ -300,7 +300,7 @@ class SpeculativeRunner(Runner):
             rows = drafter.num_rows_kept(state.draft)
             if host.begun and drafter.unfed_rows:
                 rows += drafter.num_unfed(state.draft) + read_scalar(state.verified.count)
-        kept = cached(state, min(max(0, common - 1), rows), count)
+        kept = cached(state, min(common - 1, rows), count)
         known = kept - begins
         # Where it would take some of them again, their states were not kept.
         fits = not begins or fit_kept(known, count, self.executor.chunk_slots) == known

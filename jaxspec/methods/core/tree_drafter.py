@@ -169,7 +169,7 @@ class TreeDrafter(Drafter):
         if sequence is not None:
             sequence, kept = self._sequence.rewind_to(sequence, tokens, common)
         begun = dataclasses.replace(state, sequence=sequence) if same_text else self._begin(sequence, state)
-        return dataclasses.replace(begun, text=self._place_text(tokens[:-1])), kept
+        return dataclasses.replace(begun, text=self._text_of(tokens[:-1])), kept
 
     def fill(self, params: ModelParams, state: TreeState, pending: Pending) -> TreeState:
         if state.sequence is None:
@@ -220,8 +220,8 @@ class TreeDrafter(Drafter):
         first = place(np.int32(FIRST_PATIENCE), self.state.idle.sharding)
         return self._restart(sequence, stats, first, first)
 
-    def _place_text(self, tokens: np.ndarray) -> Text:
-        """The buffer with int32 `tokens` `[n]`, on the devices."""
+    def _text_of(self, tokens: np.ndarray) -> Text:
+        """The buffer with int32 `tokens` `[n]`, on the host: the first program of a text takes it."""
         token, start = np.zeros(self.state.text.token.shape, np.int32), 0
         if self._copies:
             start = len(self.earlier)

@@ -266,9 +266,9 @@ class SwiftSpecRunner(Runner):
         return SwiftSpecState(target, draft, verified), dataclasses.replace(round_, draft=counts)
 
     def num_cached(self, state: SwiftSpecState, common: int, count: int) -> int:
-        if self._is_fed:
+        if self._is_fed and common:
             # The hidden state of the last of them is needed and was not kept, so it runs again.
-            common = max(0, min(common - 1, self.drafter.num_rows_kept(state.draft)))
+            common = min(common - 1, self.drafter.num_rows_kept(state.draft))
         return super().num_cached(state, common, count)
 
     def _send(self, states: PromptStates | None) -> PromptStates | None:
