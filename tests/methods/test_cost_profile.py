@@ -24,7 +24,7 @@ from jaxspec.methods.auto.profiles import (
 )
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
-from jaxspec.methods.core.cost_model import KINDS, fill_rows
+from jaxspec.methods.core.cost_model import KINDS, PRIOR_MEAN, fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
 from jaxspec.runtime import hosts
 from jaxspec.runtime.store import limit, program_files
@@ -157,6 +157,7 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     assert clock.samples == samples, "once"
     again = make_engine(store)
     assert not again.runner.measures and again.runner.report() == report
+    assert engine.runner.worth.gain == pytest.approx(costs.gain(PRIOR_MEAN, 8), rel=1e-3)
     # Figures of one's own come first, and nothing is measured where all are given.
     own = make_engine(store, CASE._replace(method=Auto(round_cost=0.5))).runner.report()
     assert own.figures == "given, rest measured" and own.round_cost == 0.5
@@ -252,9 +253,12 @@ def test_costs_of_a_busy_machine_are_corrected(store):
     begun = engine.runner.report()
     assert (begun.figures, begun.round_cost, begun.draft_cost) == ("measured", 3.1, 0.1)
     engine.runner.timer.now = itertools.count(0, 0.04).__next__  # a dispatch of four tokens of 10 ms
-    rounds = run(engine, params_of(CASE, "copy"), PROMPT, 200, seed=3)
-    assert tokens_of(rounds)[:200] == tokens_of(plain(CASE.family, PROMPT, 200, 3))[:200]
-    assert sum(one.draft_passes > 0 for one in rounds) > 1
+    drafted = 0
+    for _ in range(2):
+        rounds = run(engine, params_of(CASE, "copy"), PROMPT, 200, seed=3)
+        assert tokens_of(rounds)[:200] == tokens_of(plain(CASE.family, PROMPT, 200, 3))[:200]
+        drafted += sum(one.draft_passes > 0 for one in rounds)
+    assert drafted > 1
     assert engine.runner.report().round_cost < 1.5
     assert make_engine(store).runner.report().round_cost < 1.5
     # A draft that is known to be dear is left alone.

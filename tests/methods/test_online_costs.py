@@ -110,15 +110,19 @@ def dispatch(tokens, passes, drafted=None):
 def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
     worth = Worth(1.2)
     assert worth.taking(4.0) == LEAST_WAIT  # 24 tokens are fewer than a text has
+    worth.believe(0.9)
+    assert worth.taking(4.0) == 200.0
+    worth.believe(1.2)
     for _ in range(60):
         worth.note(dispatch(4, 0), 4.0)
         assert worth.note(dispatch(2, 1), 2.2) == pytest.approx(-0.2, abs=0.01)
+    worth.believe(2.0)  # they were timed
     # It seems to be tried once in a while, and is not after it was.
-    assert worth.taking(4.0) == 120.0
+    assert worth.taking(4.0) == 200.0
     worth.end_text(200, False, 0.0)
     assert worth.taking(4.0) == LEAST_WAIT
     worth.end_text(40, True, -1.0)
-    assert worth.taking(4.0) == 240.0
+    assert worth.taking(4.0) == 400.0
     for _ in range(60):
         assert worth.note(dispatch(2, 1), 1.0) == pytest.approx(1.0, abs=0.01)
     assert worth.taking(4.0) == LEAST_WAIT

@@ -244,20 +244,17 @@ class MeasuringRunner(SpeculativeRunner):
         self.times = times
         learned = None if profile is None else load_learned(profile)
         self._tokens, self._keep_at = 0, WORTH_KEEPING
-        self._use(weigh(times))
-        gain = self._used.gain(PRIOR_MEAN, length)
+        self.worth, self._usual = Worth(), None
         if learned is not None:
             # Arrays of the host: those on a device are donated to the first text.
             blank: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(init_acceptance))
             counts = {name: np.array(each, np.float32) for name, each in dataclasses.asdict(learned).items()}
             self.drafter.learned = dataclasses.replace(blank, **counts)
             number, *each = learned.asked
-            if number > 0:
-                brought, rows, passes = np.array(each) / number
-                gain = (1 + brought) / self.costs.spent(rows, passes) * self.costs.rounds[0]
+            self._usual = np.array(each) / number if number else None
             if self.timer is not None and self.timer.total_s == 0.0:
                 self.timer.draft_first()
-        self.worth = Worth(gain)
+        self._use(weigh(times))
         weights = jax.tree.leaves(self.executor.placement.params())
         small = sum(leaf.size * leaf.dtype.itemsize for leaf in weights) <= MOST_BYTES
         self.measures = self._profile is not None and small and times is None
@@ -275,8 +272,18 @@ class MeasuringRunner(SpeculativeRunner):
         return self.start(0, None)
 
     def _use(self, costs: CostModel) -> None:
-        self.costs, self._used, self._filter = costs, costs, CostFilter(costs)  # `_used` are those of the drafter
+        """Weigh with these costs; nothing was corrected by rounds."""
+        self.costs, self._filter = costs, CostFilter(costs)
+        self._tell_drafter()
+
+    def _tell_drafter(self) -> None:
+        costs = self._used = self.costs  # those of the drafter
         self.drafter.use_costs(costs)
+        gain = costs.gain(PRIOR_MEAN, self._length)
+        if self._usual is not None:
+            brought, rows, passes = self._usual
+            gain = (1 + brought) / costs.spent(rows, passes) * costs.rounds[0]
+        self.worth.believe(float(gain))
 
     @property
     def most_taken(self) -> float:
@@ -285,8 +292,8 @@ class MeasuringRunner(SpeculativeRunner):
         most = (MOST_OF_PROMPT - self._used.round) / max(self._token_taken, 1e-6)
         return max(CHUNKS[0], int(most))
 
-    def worth_taking(self, prompt: int) -> float:
-        return self.worth.taking(self._used.round + prompt * self._token_taken)
+    def worth_taking(self, tokens: int) -> float:
+        return self.worth.taking(self._used.round + tokens * self._token_taken)
 
     @property
     def _token_taken(self) -> float:
@@ -306,8 +313,7 @@ class MeasuringRunner(SpeculativeRunner):
         self._filter.observe(outputs, seconds)
         self.costs = self._filter.costs()
         if differ(self.costs, self._used):
-            self._used = self.costs
-            self.drafter.use_costs(self._used)
+            self._tell_drafter()
 
     def close(self, state: SpeculativeState | None) -> None:
         if state is not None and state.host.begun:

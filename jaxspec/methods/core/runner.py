@@ -255,8 +255,8 @@ class SpeculativeRunner(Runner):
             return state
         return dataclasses.replace(state, draft=self.drafter.fill(params, state.draft, pending))
 
-    def worth_taking(self, prompt: int) -> float:
-        """Tokens of an answer after which a draft takes its prompt of so many tokens."""
+    def worth_taking(self, tokens: int) -> float:
+        """Tokens of an answer after which a draft takes the `tokens` of the text that it lacks."""
         return 1.0
 
     def _take_prompt(self, params: ModelParams, state: SpeculativeState, paused: bool = False) -> tuple[Any, bool]:
@@ -268,7 +268,8 @@ class SpeculativeRunner(Runner):
         host, drafter = state.host, self.drafter
         if host.pending is None:
             return state.draft, False
-        missing = len(host.pending.tokens) - host.pending.known
+        # What was decoded meanwhile, too.
+        missing = len(host.pending.tokens) - host.pending.known + host.read
         if drafter.rests and (paused or host.read - host.copied < self.worth_taking(missing)):
             return state.draft, True
         pending, host.pending, host.filled = host.pending, None, True

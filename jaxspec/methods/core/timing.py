@@ -24,7 +24,7 @@ ENOUGH_ROUNDS, FIRST_PAUSE, LONGEST_PAUSE = 12, 32, 1024
 OUTLIER = 10
 # Drafted rounds after which an earlier one counts a third. A draft that seems not to pay takes a prompt, to see whether
 # it does now, once so many times what that costs were decoded without it: at first, and at most after that was in vain.
-USUAL_ROUNDS, FIRST_WAIT, LONGEST_WAIT = 32, 30.0, 960.0
+USUAL_ROUNDS, FIRST_WAIT, LONGEST_WAIT = 32, 50.0, 800.0
 # Tokens that a text is believed to have before any has ended, and texts after which an earlier one counts a third.
 FIRST_LENGTH, USUAL_TEXTS = 128.0, 8
 # Dispatches without a draft after which the time of an earlier one counts a third.
@@ -170,12 +170,23 @@ class Worth:
     Tokens are those that were not copied; costs are in tokens of plain decoding.
     """
 
-    def __init__(self, gain: float):
-        """`gain` is believed of drafts: their speed over plain decoding."""
-        self._brought = USUAL_ROUNDS * np.array([gain, 1.0])  # tokens, and what they cost
+    def __init__(self, gain: float = 1.0):
+        """See `believe`."""
+        self._drafted = False
+        self.believe(gain)
         self._plain_s: float | None = None  # seconds of a token without a draft, of late
         self._wait, self._rested = FIRST_WAIT, 0.0
         self._length = FIRST_LENGTH  # of a usual text
+
+    @property
+    def gain(self) -> float:
+        """Speed of drafted rounds over plain decoding, as timed of late or believed."""
+        return float(self._brought[0] / self._brought[1])
+
+    def believe(self, gain: float) -> None:
+        """Drafts are believed to decode `gain` times as fast as plain decoding, as long as none was timed."""
+        if not self._drafted:
+            self._brought = USUAL_ROUNDS * np.array([gain, 1.0])  # tokens, and what they cost
 
     def note(self, outputs: Sequence[StepOutput], seconds: float | None) -> float:
         """Take in a dispatch, if it was timed; returns what drafts gained in it, in tokens.
@@ -193,13 +204,13 @@ class Worth:
         if not passes:
             self._plain_s = plain_s * (1 + (spent / tokens - 1) / USUAL_PLAIN)
             return 0.0
+        self._drafted = True
         self._brought = (1 - 1 / USUAL_ROUNDS) ** len(outputs) * self._brought + np.array([tokens, spent])
         return tokens - spent
 
     def taking(self, cost: float) -> float:
         """Tokens of an answer after which the draft takes its prompt, which costs as much as `cost` tokens."""
-        tokens, spent = self._brought
-        pays = cost / (1 - spent / tokens) if spent < tokens else math.inf
+        pays = cost / (1 - 1 / self.gain) if self.gain > 1 else math.inf
         # Of a text that is longer than usual, as many tokens may come as came already.
         return max(LEAST_WAIT, min(0.0 if pays <= self._length else pays, self._wait * cost - self._rested))
 
