@@ -90,14 +90,13 @@ class CostFilter:
         return begun
 
     def _amounts(self, output: StepOutput) -> np.ndarray:
-        """Of each part, what a round holds."""
-        if not output.drafted and not output.draft_passes:
-            return np.array([len(output.tokens), 1.0, 0.0, 0.0, 0.0, 0.0])
+        """Of each part, what a round holds; one without drafted rows decodes all of its tokens plainly."""
         rows = min(output.drafted, self._rows.size - 1)
         # What rounds without the draft brought costs it as further rows the target, each over its own pass.
         late = max(0, self._lacks - USUALLY_LACKING) * self._costs.row if output.draft_passes else 0.0
         passes = output.draft_passes + late
-        return np.array([1.0, 1.0, self._rows[rows], rows, passes, passes > 0])
+        plain = 1 if output.drafted else len(output.tokens)
+        return np.array([plain, 1.0, self._rows[rows], rows, passes, passes > 0])
 
 
 def differ(one: CostModel, other: CostModel) -> bool:
