@@ -97,7 +97,7 @@ def measure_rounds(
     least: dict[Any, float] = rounds.verify(1, 1)
     together = TOGETHER if least[1] < LONG_PASS_S else 1
     rows = measured_rows(num_rows)
-    verifications = [(rounds.verify, count, float(expected.passes[count - 1])) for count in (1, *rows[:0:-1])]
+    verifications = [(rounds.verify, count, float(expected.passes[count - 1])) for count in measured_rows(num_rows)]
     lengths = sorted({1, length}) if length else []
     kinds = [*verifications[:1], *((rounds.draft, one, expected.round + one * expected.draft) for one in lengths)]
     kinds += [*verifications[1:2], (rounds.plain, STEPS_PER_DISPATCH, STEPS_PER_DISPATCH)]

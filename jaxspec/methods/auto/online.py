@@ -9,10 +9,10 @@ from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
 
 # Standard deviations before anything was observed, of each part over what it is believed to be: a plain token, a
-# round's other costs (over a plain token), what further rows cost, what each of them costs beyond that (over a plain
-# token), a draft pass, a draft beyond its passes (over a plain token). All of them are wrong together where the machine
-# is faster or slower than it was.
-PRIOR, TOGETHER = np.array([0.1, 0.25, 0.4, 0.05, 0.3, 0.15]), 1.0
+# round's other costs (over a plain token), a draft pass, a draft beyond its passes (over a plain token), and what
+# further rows cost: each number of rows by so much of a plain token and of what it is, and all of them together by so
+# much for each row and of what they are. All parts are wrong together where the machine is faster or slower.
+PLAIN, ROUND, DRAFT, OVERHEAD, ROWS, ROWS_TOGETHER, TOGETHER = 0.1, 0.25, 0.3, 0.15, (0.05, 0.2), (0.05, 0.4), 1.0
 # The same of what changes from one dispatch to the next, and of the time of a dispatch.
 DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.05, 0.12
 # A dispatch that is off by more than so many standard deviations counts as one that is off by as many.
@@ -24,28 +24,29 @@ WORTH_USING = 0.03
 
 
 class CostFilter:
-    """A Kalman filter of the parts of a dispatch's time: plain tokens, rounds, further rows and draft passes.
+    """A Kalman filter of the parts of a dispatch's time: plain tokens, rounds, draft passes, drafts and further rows.
 
     It begins with costs that were measured or built in. The machine's speed is a part of its own, so that a slower
-    moment does not count against what happened to run in it. What rows cost keeps the form that it began with, and a
-    part that grows with their number: a measurement among other programs may have a wrong form.
+    moment does not count against what happened to run in it. Of further rows, 1, 3, 7, ... are a part each, and others
+    lie between: a short measurement among other programs is wrong of some of them.
     """
 
     def __init__(self, costs: CostModel):
         """`costs` are corrected; nothing was observed."""
         self._costs = costs
         self._lacks = 0  # tokens that the draft has not taken yet
-        self._rows = np.maximum(costs.passes - costs.passes[0], 0.0)
-        # Of a plain token, a round, the unit of further rows, each of them beyond that, a draft pass, a draft.
+        most = costs.passes.size - 1
+        self._knots = np.array([0, *(2**n - 1 for n in range(1, most.bit_length() + 1) if 2**n - 1 < most), most])
+        # Of a plain token, a round, a draft pass, a draft, and of as many further rows as the knots say.
         self._seconds: np.ndarray | None = None
-        self._spread = np.zeros((6, 6))
+        self._spread = np.zeros((0, 0))
 
     def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Take in the rounds of a dispatch and what it took, if it was timed; first ones without drafts set the scale.
 
         Drafts that took very many tokens first are left out: how many these were is not certain.
         """
-        amounts, lacking = np.zeros(6), 0
+        amounts, lacking = np.zeros(3 + self._knots.size), 0
         for output in outputs:
             amounts += self._amounts(output)
             lacking = max(lacking, self._lacks if output.draft_passes else 0)
@@ -57,13 +58,13 @@ class CostFilter:
             if amounts[2:].any() or not amounts[0]:
                 return
             each = self._begin(seconds / (amounts[0] + self._costs.round * amounts[1]))
-        drift = DRIFT * each[[0, 0, 2, 0, 4, 0]] * [1, 1, 1, 0.1, 1, 1]
+        drift = DRIFT * np.array([each[0], each[0], each[2], each[0], *each[4:]])
         self._spread += DRIFT_TOGETHER**2 * np.outer(each, each) + np.diag(drift**2)
         expected = float(amounts @ each)
         variance = float(amounts @ self._spread @ amounts) + (NOISE * expected) ** 2
         most = MOST_OFF * variance**0.5
         gain = self._spread @ amounts / variance
-        least = each * [0.1, 0.0, 0.1, 0.0, 0.1, 0.0]
+        least = each * [0.1, 0.0, 0.1, 0.0, *np.full(each.size - 4, 0.1)]
         each = each + gain * np.clip(seconds - expected, -most, most)
         self._spread -= np.outer(gain, amounts @ self._spread)
         # A part is never free, but for what rounds, rows and drafts cost beyond their other parts.
@@ -73,8 +74,10 @@ class CostFilter:
         """The corrected costs; those that it began with while nothing was observed."""
         if self._seconds is None:
             return self._costs
-        round_, rows, row, draft, overhead = (self._seconds[1:] / self._seconds[0]).tolist()
-        passes = self._costs.passes[0] + rows * self._rows + row * np.arange(self._rows.size)
+        round_, draft, overhead, *rows = (self._seconds[1:] / self._seconds[0]).tolist()
+        # Further rows never make a pass cheaper.
+        heights = np.maximum.accumulate([0.0, *rows])
+        passes = self._costs.passes[0] + np.interp(np.arange(self._costs.passes.size), self._knots, heights)
         return dataclasses.replace(self._costs, passes=passes, draft=draft, draft_overhead=overhead, round=round_)
 
     @property
@@ -83,20 +86,23 @@ class CostFilter:
         return None if self._seconds is None else float(self._seconds[0])
 
     def _begin(self, plain_s: float) -> np.ndarray:
-        costs = self._costs
-        begun = plain_s * np.array([1.0, costs.round, 1.0, 0.0, costs.draft, costs.draft_overhead])
-        apart = PRIOR * plain_s * np.array([1.0, max(1.0, costs.round), 1.0, 1.0, costs.draft, 1.0])
-        self._spread = TOGETHER**2 * np.outer(begun, begun) + np.diag(apart**2)
-        return begun
+        costs, knots = self._costs, self._knots[1:]
+        rows = costs.passes[knots] - costs.passes[0]
+        begun = np.array([1.0, costs.round, costs.draft, costs.draft_overhead, *rows])
+        apart = [PLAIN, ROUND * max(1.0, costs.round), DRAFT * costs.draft, OVERHEAD, *(ROWS[0] + ROWS[1] * rows)]
+        each, all_ = (np.append(np.zeros(4), part) for part in (ROWS_TOGETHER[0] * knots, ROWS_TOGETHER[1] * rows))
+        together = (np.outer(part, part) for part in (TOGETHER * begun, each, all_))
+        self._spread = plain_s**2 * (np.diag(np.square(apart)) + sum(together))
+        return plain_s * begun
 
     def _amounts(self, output: StepOutput) -> np.ndarray:
         """Of each part, what a round holds; one without drafted rows decodes all of its tokens plainly."""
-        rows = min(output.drafted, self._rows.size - 1)
         # What rounds without the draft brought costs it as further rows the target, each over its own pass.
         late = max(0, self._lacks - USUALLY_LACKING) * self._costs.row if output.draft_passes else 0.0
         passes = output.draft_passes + late
         plain = 1 if output.drafted else len(output.tokens)
-        return np.array([plain, 1.0, self._rows[rows], rows, passes, passes > 0])
+        near = [np.interp(output.drafted, self._knots, one) for one in np.eye(self._knots.size)[1:]]
+        return np.array([plain, 1.0, passes, passes > 0, *near])
 
 
 def differ(one: CostModel, other: CostModel) -> bool:
