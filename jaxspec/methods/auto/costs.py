@@ -310,10 +310,10 @@ class MeasuringRunner(SpeculativeRunner):
 
     def _correct(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Take in what a dispatch took, if it was timed, and weigh with the costs that follow."""
-        self._filter.observe(outputs, seconds)
-        self.costs = self._filter.costs()
-        if differ(self.costs, self._used):
-            self._tell_drafter()
+        if self._filter.observe(outputs, seconds):
+            self.costs = self._filter.costs()
+            if differ(self.costs, self._used):
+                self._tell_drafter()
 
     def close(self, state: SpeculativeState | None) -> None:
         if state is not None and state.host.begun:

@@ -19,6 +19,9 @@ DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.05, 0.12
 MOST_OFF = 2.0
 # Tokens that a draft has to take after a round with a draft, and so many that such a draft says nothing of others.
 USUALLY_LACKING, MOST_LACKING = 2, 64
+# Dispatches that are taken in together, once the scale is known: each alone takes several times as long, on a core that
+# computes a round meanwhile.
+TAKEN_TOGETHER = 8
 # Figures are used once a round of some rows would cost so much more or less by them.
 WORTH_USING = 0.03
 
@@ -40,9 +43,23 @@ class CostFilter:
         # Of a plain token, a round, a draft pass, a draft, and of as many further rows as the knots say.
         self._seconds: np.ndarray | None = None
         self._spread = np.zeros((0, 0))
+        self._kept: list[tuple[Sequence[StepOutput], float | None]] = []
 
-    def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
-        """Take in the rounds of a dispatch and what it took, if it was timed; first ones without drafts set the scale.
+    def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> bool:
+        """Keep the rounds of a dispatch and what it took, if it was timed; True where several were taken in now."""
+        self._kept.append((outputs, seconds))
+        if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER:
+            return False
+        self._take_all_in()
+        return True
+
+    def _take_all_in(self) -> None:
+        kept, self._kept = self._kept, []
+        for outputs, seconds in kept:
+            self._take_in(outputs, seconds)
+
+    def _take_in(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
+        """Correct the parts by a dispatch; first ones without drafts set the scale.
 
         Drafts that took very many tokens first are left out: how many these were is not certain.
         """
@@ -72,6 +89,7 @@ class CostFilter:
 
     def costs(self) -> CostModel:
         """The corrected costs; those that it began with while nothing was observed."""
+        self._take_all_in()
         if self._seconds is None:
             return self._costs
         round_, draft, overhead, *rows = (self._seconds[1:] / self._seconds[0]).tolist()
