@@ -97,17 +97,19 @@ def measure_rounds(
     least: dict[Any, float] = rounds.verify(1, 1)
     together = TOGETHER if least[1] < LONG_PASS_S else 1
     rows = measured_rows(num_rows)
-    verifications = [(rounds.verify, count, float(expected.passes[count - 1])) for count in measured_rows(num_rows)]
+    verifications = [(rounds.verify, count, float(expected.passes[count - 1])) for count in rows]
     lengths = sorted({1, length}) if length else []
-    kinds = [*verifications[:1], *((rounds.draft, one, expected.round + one * expected.draft) for one in lengths)]
-    kinds += [*verifications[1:2], (rounds.plain, STEPS_PER_DISPATCH, STEPS_PER_DISPATCH)]
+    first = [*verifications[:1], *((rounds.draft, one, expected.round + one * expected.draft) for one in lengths)]
+    first += verifications[1:2]
+    rest = [(rounds.plain, STEPS_PER_DISPATCH, STEPS_PER_DISPATCH)]
     if runner.shared_rounds is not None:
         most = ROUNDS_PER_DISPATCH
-        kinds.append((rounds.shared, most, most * (1 + expected.round + length * expected.draft) / together))
-    kinds += verifications[2:]
+        rest.append((rounds.shared, most, most * (1 + expected.round + length * expected.draft) / together))
+    rest += verifications[2:]
     for number in range(MOST_SAMPLES):
         rounds.begin(rounds.state)
-        for measure, amount, cost in kinds:
+        # Where a sample is one round, two samples of a few figures are worth more than one of each.
+        for measure, amount, cost in first + (rest if number or together > 1 else []):
             warming = number == 0 and measure != rounds.verify  # with one more round of one token
             if now() - start + least[1] * (together * cost + warming) < ENOUGH_S:
                 if warming:

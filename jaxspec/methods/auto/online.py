@@ -12,7 +12,7 @@ from jaxspec.methods.core.round import StepOutput
 # round's other costs (over a plain token), a draft pass, a draft beyond its passes (over a plain token), and what
 # further rows cost: each number of rows by so much of a plain token and of what it is, and all of them together by so
 # much for each row and of what they are. All parts are wrong together where the machine is faster or slower.
-PLAIN, ROUND, DRAFT, OVERHEAD, ROWS, ROWS_TOGETHER, TOGETHER = 0.1, 0.25, 0.3, 0.15, (0.05, 0.2), (0.05, 0.4), 1.0
+PLAIN, ROUND, DRAFT, OVERHEAD, ROWS, ROWS_TOGETHER, TOGETHER = 0.1, 0.25, 0.3, 0.15, (0.1, 0.2), (0.05, 0.4), 1.0
 # The same of what changes from one dispatch to the next, and of the time of a dispatch.
 DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.05, 0.12
 # A dispatch that is off by more than so many standard deviations counts as one that is off by as many.
