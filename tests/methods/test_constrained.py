@@ -16,7 +16,7 @@ from tiny_pairs import VOCAB
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.constrained import ConstrainedPasses
 from jaxspec.methods.core.round import read_round
-from jaxspec.methods.core.verify import Draft
+from jaxspec.methods.core.verify import Draft, chain_draft
 from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.processors import allow
 
@@ -86,7 +86,7 @@ def test_any_tree_under_any_masks_gives_the_tokens_of_plain_decoding(case, sampl
         text, state, found = [*PROMPT], begin(case, PROMPT), []
         while len(text) < len(PROMPT) + LENGTH:
             if rows == 1:
-                draft = passes.chain(text[-1], ())
+                draft = chain_draft(text[-1:], passes.num_rows)
             else:
                 batch = random_batch(rng, rows, text[-1], expected[len(text) - len(PROMPT) :])
                 draft = Draft(batch, np.int32(0))

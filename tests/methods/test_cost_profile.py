@@ -157,7 +157,7 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     assert clock.samples == samples, "once"
     again = make_engine(store)
     assert not again.runner.measures and again.runner.report() == report
-    assert engine.runner.worth.gain == pytest.approx(costs.gain(PRIOR_MEAN, 8), rel=1e-3)
+    assert engine.runner.worth.gain == pytest.approx(costs.chain_gain(PRIOR_MEAN, 8), rel=1e-3)
     # Figures of one's own come first, and nothing is measured where all are given.
     own = make_engine(store, CASE._replace(method=Auto(round_cost=0.5))).runner.report()
     assert own.figures == "given, rest measured" and own.round_cost == 0.5

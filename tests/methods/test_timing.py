@@ -46,13 +46,6 @@ def test_plain_rounds_come_first_and_again(timer, clock):
     assert plain == first + [timing.PLAIN_EVERY + place for place in first]
 
 
-def test_drafts_of_which_something_is_known_come_first(timer, clock):
-    timer.draft_first()
-    allowed = run(timer, clock, 40, drafted_s=1.0)
-    plain = [place for place, drafts in enumerate(allowed) if not drafts]
-    assert plain == [timing.ENOUGH_ROUNDS + place for place in range(timing.PLAIN_ROUNDS)]
-
-
 def test_gain_is_tokens_per_time(timer, clock):
     run(timer, clock, 40, drafted_s=1.25)
     assert timer.plain_s == 1.0

@@ -22,11 +22,9 @@ from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutp
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.sequence import CHUNKS
 from jaxspec.methods.core.timing import Worth
-from jaxspec.methods.core.verify import Draft
+from jaxspec.methods.core.verify import chain_draft
 from jaxspec.results import Choice
-from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.transfer import place, zeros_of
-from jaxspec.tree.tree import Batch
 
 # Verified rows that are timed, as far as a batch has so many.
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -101,7 +99,7 @@ def measure_rounds(
     lengths = sorted({1, length}) if length else []
     first = [*verifications[:1], *((rounds.draft, one, expected.round + one * expected.draft) for one in lengths)]
     first += verifications[1:2]
-    rest = [(rounds.plain, STEPS_PER_DISPATCH, STEPS_PER_DISPATCH)]
+    rest: list[tuple[Any, int, float]] = [(rounds.plain, STEPS_PER_DISPATCH, STEPS_PER_DISPATCH)]
     if runner.shared_rounds is not None:
         most = ROUNDS_PER_DISPATCH
         rest.append((rounds.shared, most, most * (1 + expected.round + length * expected.draft) / together))
@@ -164,7 +162,8 @@ class _Rounds:
 
     def verify(self, rows: int, count: int) -> dict[Any, float]:
         executor = self._runner.executor
-        batch = _chain(executor.placement, self._text[:rows], self._num_rows)
+        home = executor.verified.count.sharding
+        batch = jax.tree.map(lambda leaf: place(leaf, home), chain_draft(self._text[:rows], self._num_rows))
         # As after a draft that was right: a later round of one row would decode several tokens.
         idle = place(np.int32(0), self.state.target.idle.sharding)
         target = dataclasses.replace(self.state.target, idle=idle)
@@ -254,9 +253,8 @@ class MeasuringRunner(SpeculativeRunner):
             self.drafter.learned = dataclasses.replace(blank, **counts)
             number, *each = learned.asked
             self._usual = np.array(each) / number if number else None
-            if self.timer is not None and self.timer.total_s == 0.0:
-                self.timer.draft_first()
         self._use(weigh(times))
+        self._filter = CostFilter(self.costs)
         weights = jax.tree.leaves(self.executor.placement.params())
         small = sum(leaf.size * leaf.dtype.itemsize for leaf in weights) <= MOST_BYTES
         self.measures = self._profile is not None and small and times is None
@@ -270,62 +268,49 @@ class MeasuringRunner(SpeculativeRunner):
         self.measures = False
         save_costs(self._profile, self.times)
         self._use(self._weigh(self.times))
+        self._filter = CostFilter(self.costs)
         # The measured rounds say nothing of the texts to come.
         return self.start(0, None)
 
     def _use(self, costs: CostModel) -> None:
-        """Weigh with these costs; nothing was corrected by rounds."""
-        self.costs, self._filter = costs, CostFilter(costs)
-        self._tell_drafter()
-
-    def _tell_drafter(self) -> None:
-        costs = self._used = self.costs  # those of the drafter
+        self.costs = costs
         self.drafter.use_costs(costs)
-        gain = costs.gain(PRIOR_MEAN, self._length)
-        if self._usual is not None:
-            brought, rows, passes = self._usual
-            gain = (1 + brought) / costs.spent(rows, passes) * costs.rounds[0]
-        self.worth.believe(float(gain))
+        usual = self._usual
+        self.worth.believe(costs.chain_gain(PRIOR_MEAN, self._length) if usual is None else costs.gain(*usual))
 
     @property
     def most_taken(self) -> float:
         if not self.drafter.rests:
             return math.inf
-        most = (MOST_OF_PROMPT - self._used.round) / max(self._token_taken, 1e-6)
+        most = (MOST_OF_PROMPT - self.costs.round) / max(self._token_taken, 1e-6)
         return max(CHUNKS[0], int(most))
 
     def worth_taking(self, tokens: int) -> float:
-        return self.worth.taking(self._used.round + tokens * self._token_taken)
+        return self.worth.taking(self.costs.round + tokens * self._token_taken)
 
     @property
     def _token_taken(self) -> float:
         """What each token of a prompt costs the draft: as a further row the target, each over its own pass."""
-        return self._used.row * self._used.draft
+        return self.costs.row * self.costs.draft
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
-        self._tokens += sum(len(output.tokens) for output in outputs)
         seconds = None if self.timer is None else self.timer.latest_s
         state.host.gained += self.worth.note(outputs, seconds)
-        if self.timer is not None and self.costs.source == "measured":
-            self._correct(outputs, seconds)
-
-    def _correct(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
-        """Take in what a dispatch took, if it was timed, and weigh with the costs that follow."""
-        if self._filter.observe(outputs, seconds):
-            self.costs = self._filter.costs()
-            if differ(self.costs, self._used):
-                self._tell_drafter()
+        measured = self.costs.source == "measured"
+        if measured and self._filter.observe(outputs, seconds) and differ(costs := self._filter.costs(), self.costs):
+            self._use(costs)
 
     def close(self, state: SpeculativeState | None) -> None:
         if state is not None and state.host.begun:
             host = state.host
+            self._tokens += host.read
             self.worth.end_text(host.read - host.copied, host.pending is None, host.gained)
             host.pending = None  # the next turn begins without a prompt that was not taken
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
         self._keep_at = 2 * self._tokens
-        if self.times is not None and self._filter.plain_s is not None and self.costs.source == "measured":
+        if self.times is not None and self._filter.plain_s is not None:
             save_costs(self._profile, self.times.corrected(self._filter.costs(), self._filter.plain_s))
         known = jax.device_get(state.draft.stats)
         counts = known.tried + known.usual_tried, known.accepted + known.usual_accepted, known.asked + known.usual_asked
@@ -333,19 +318,6 @@ class MeasuringRunner(SpeculativeRunner):
 
     def report(self) -> AutoChoice:
         return AutoChoice(**self.costs.report(), gain=None if self.timer is None else self.timer.total_gain)
-
-
-def _chain(placement: Placement, tokens: np.ndarray, num_rows: int) -> Draft:
-    """A batch whose rows are one chain of int32 `tokens` `[n]`."""
-    row, count = np.arange(num_rows, dtype=np.int32), len(tokens)
-    used = row < count
-    padded = np.zeros(num_rows, np.int32)
-    padded[:count] = tokens
-    parent = np.where(used, np.maximum(row - 1, 0), row).astype(np.int32)
-    depth = np.where(used, row, 0).astype(np.int32)
-    batch = Batch(padded, parent, depth, np.int32(count))  # pyright: ignore[reportArgumentType]
-    shape = placement.array((), np.int32)
-    return jax.tree.map(lambda leaf: place(leaf, shape.sharding), Draft(batch, np.int32(0)))  # pyright: ignore[reportArgumentType]
 
 
 def _costs_of_drafts(num_rows: int, tokens: int) -> CostModel:

@@ -50,13 +50,8 @@ class CostFilter:
         self._kept.append((outputs, seconds))
         if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER:
             return False
-        self._take_all_in()
+        self.costs()
         return True
-
-    def _take_all_in(self) -> None:
-        kept, self._kept = self._kept, []
-        for outputs, seconds in kept:
-            self._take_in(outputs, seconds)
 
     def _take_in(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Correct the parts by a dispatch; first ones without drafts set the scale.
@@ -89,7 +84,9 @@ class CostFilter:
 
     def costs(self) -> CostModel:
         """The corrected costs; those that it began with while nothing was observed."""
-        self._take_all_in()
+        kept, self._kept = self._kept, []
+        for dispatch in kept:
+            self._take_in(*dispatch)
         if self._seconds is None:
             return self._costs
         round_, draft, overhead, *rows = (self._seconds[1:] / self._seconds[0]).tolist()

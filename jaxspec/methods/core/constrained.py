@@ -22,7 +22,6 @@ from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward_with_states
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.request import Request, request_shapes
-from jaxspec.tree.tree import Batch
 
 if TYPE_CHECKING:
     from jaxspec.structured.matcher import Matcher
@@ -82,15 +81,6 @@ class ConstrainedPasses:
         state, hidden, states = self._run(params, state, draft)
         masks = matcher.masks(np.asarray(draft.batch.token), np.asarray(draft.batch.parent), self._columns)
         return self._choose(params, state, draft, request, hidden, states, masks)
-
-    def chain(self, root: int, tokens: Sequence[int], passes: int = 0) -> Draft:
-        """A batch, on the host, of tokens below the root that follow each other."""
-        row, count = np.arange(self.num_rows, dtype=np.int32), 1 + len(tokens)
-        token = np.zeros(self.num_rows, np.int32)
-        token[:count] = [root, *tokens]
-        used = row < count
-        batch = Batch(token, np.where(used, np.maximum(row - 1, 0), row), np.where(used, row, 0), np.int32(count))  # pyright: ignore
-        return Draft(batch, np.int32(passes))  # pyright: ignore[reportArgumentType]
 
 
 class ConstrainedSteps:

@@ -126,12 +126,15 @@ class CostModel:
         rounds = np.interp(rows, np.arange(len(self.passes)), self.rounds)
         return rounds + self.draft_overhead + self.draft * passes
 
-    def gain(self, rate: float, length: int) -> float:
-        """Speed over plain decoding of the best chain of up to `length` tokens, each right with a chance of `rate`."""
+    def gain(self, brought: Any, rows: Any, passes: Any) -> Any:
+        """Speed over plain decoding of drafts that bring so many tokens; numbers or arrays."""
+        return (1 + brought) / self.spent(rows, passes) * self.rounds[0]
+
+    def chain_gain(self, rate: float, length: int) -> float:
+        """`gain` of the best chain of up to `length` tokens, each of which is right with a chance of `rate`."""
         tokens = np.arange(1, min(length, len(self.passes) - 1) + 1)
         passes = np.ones_like(tokens) if self.one_pass else tokens
-        speed = (1 + np.cumsum(rate**tokens)) / self.spent(tokens, passes)
-        return float(speed.max(initial=0.0) * self.rounds[0])
+        return float(self.gain(np.cumsum(rate**tokens), tokens, passes).max(initial=0.0))
 
     def place(self, placement: Placement) -> PlacedCosts:
         """The figures on a model's devices."""

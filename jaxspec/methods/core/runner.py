@@ -31,7 +31,7 @@ from jaxspec.methods.core.round import (
 )
 from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.timing import RoundTimer
-from jaxspec.methods.core.verify import Draft, Rule
+from jaxspec.methods.core.verify import Draft, Rule, chain_draft
 from jaxspec.pytree import pytree, static
 from jaxspec.results import Choice
 from jaxspec.runtime import trace
@@ -365,7 +365,8 @@ class SpeculativeRunner(Runner):
         if not forced and ahead is None:
             target, draft, ahead = drafter.draft(params, target, draft, state.verified, request)
         # Rule R4 holds for every tree: where drafts are rejected by chance otherwise, the rule needs no more of it.
-        batch = passes.chain(root, forced) if forced or ahead is None else Draft(ahead.batch, ahead.passes)
+        chain = chain_draft([root, *forced], passes.num_rows)
+        batch = chain if forced or ahead is None else Draft(ahead.batch, ahead.passes)
         target, verified, round_ = passes.verify(params.target, target, batch, request, matcher)
         if forced:
             draft = drafter.drop(draft) if ahead is not None else drafter.skip(params, draft, state.verified)

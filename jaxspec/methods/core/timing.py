@@ -90,10 +90,6 @@ class RoundTimer:
         self._last = None
         self._paused_until = 0
 
-    def draft_first(self) -> None:
-        """Measure plain decoding after the first drafts: earlier processes have learned what drafts bring."""
-        self._rounds = PLAIN_EVERY - ENOUGH_ROUNDS
-
     def leave_out(self, ended: bool = False) -> None:
         """A round was read that is not to be timed, nor is the one after it unless this one `ended` just now."""
         self._last, self.latest_s = self.now() if ended else None, None

@@ -1,11 +1,12 @@
 """The target's half of a round: one pass over a batch, the walk, the commit; and decoding without a draft."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxspec.methods.core.round import Round, pack_round
@@ -42,6 +43,15 @@ def draft_shapes(placement: Placement, num_rows: int, extra: Any = None) -> Draf
     """Shapes of a `Draft` with a batch of `num_rows` rows on a model's devices."""
     row, scalar = placement.array((num_rows,), jnp.int32), placement.array((), jnp.int32)
     return Draft(Batch(row, row, row, scalar), scalar, extra)
+
+
+def chain_draft(tokens: Sequence[int] | np.ndarray, num_rows: int) -> Draft:
+    """A draft, on the host, of at least one token, each below the one before it, in a batch of `num_rows` rows."""
+    row, count = np.arange(num_rows, dtype=np.int32), len(tokens)
+    token = np.zeros(num_rows, np.int32)
+    token[:count] = tokens
+    batch = Batch(token, np.where(row < count, np.maximum(row - 1, 0), row), row * (row < count), np.int32(count))  # pyright: ignore
+    return Draft(batch, np.int32(0))  # pyright: ignore[reportArgumentType]
 
 
 # (logits of a row, draft, request, position of the root, vocab) -> decide
