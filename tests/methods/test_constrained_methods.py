@@ -117,7 +117,7 @@ def test_the_next_turn_finds_the_draft_of_a_cold_run(case, monkeypatch):
     engine, params = engine_of(case), params_of(case, "copy")
     forget_drafts(case)
     monkeypatch.setattr(engine, "session_memory", None)
-    monkeypatch.setattr(engine.runner, "worth_taking", lambda prompt: 0.0)
+    monkeypatch.setattr(engine.runner, "worth_taking", lambda *_: 0.0)
     answer, _ = decode_on(engine, params, 0, most=30)
     prompt, found = [*PROMPT, *answer, *PROMPT[:3]], []
     for cached in (len(PROMPT) + len(answer) - 3, 0):

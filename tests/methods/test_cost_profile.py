@@ -12,19 +12,20 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.auto import costs as cost_profile
 from jaxspec.methods.auto import profiles
-from jaxspec.methods.auto.costs import measured_rows, spare_slots
+from jaxspec.methods.auto.costs import spare_slots
 from jaxspec.methods.auto.profiles import (
     Learned,
     RoundTimes,
     find_costs,
     load_costs,
     load_learned,
+    measured_rows,
     save_costs,
     save_learned,
 )
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
-from jaxspec.methods.core.cost_model import KINDS, PRIOR_MEAN, fill_rows
+from jaxspec.methods.core.cost_model import KINDS, PRIOR_MEAN, CostModel, fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
 from jaxspec.runtime import hosts
 from jaxspec.runtime.store import limit, program_files
@@ -118,6 +119,14 @@ def test_the_figures_are_those_of_the_times():
     odd = RoundTimes(0.01, {1: 0.005, 2: 0.008, 4: 0.007}, 0.0, 0.0).figures()
     assert odd == {"pass_cost": (1.0, 1.2, 1.2, 1.2), "round_cost": 0.0}
     assert fill_rows({1: 1.0, 3: 2.0}) == (1.0, 1.5, 2.0)
+
+
+def test_what_rounds_showed_of_rows_that_were_not_timed_is_kept(tmp_path):
+    costs = CostModel(1 + 0.2 * np.arange(16), draft=0.1, round=0.2)
+    few = dataclasses.replace(TIMES, verify_s={1: 0.01, 2: 0.011}).corrected(costs, 0.01)
+    save_costs(tmp_path / "costs.json", few)
+    kept = load_costs(tmp_path / "costs.json")
+    np.testing.assert_allclose(kept.figures()["pass_cost"], costs.passes, rtol=1e-3)
 
 
 @pytest.fixture

@@ -371,7 +371,7 @@ class Turns:
 def test_plain_rounds_feed_the_draft_too(monkeypatch):
     """Rounds of plain decoding, of one and of several tokens, leave the draft where drafted ones do."""
     monkeypatch.setattr(engine_of(FED_AUTO).runner, "timer", Turns())
-    monkeypatch.setattr(engine_of(FED_AUTO).runner, "worth_taking", lambda prompt: 0.0)
+    monkeypatch.setattr(engine_of(FED_AUTO).runner, "worth_taking", lambda *_: 0.0)
     forget_drafts(FED_AUTO)
     for index, sampling in enumerate(("greedy", "T=1")):
         rounds = decode(FED_AUTO, (PROMPT, PROMPT[:1])[index], 30, "copy", index, **SAMPLINGS[sampling])
@@ -404,7 +404,7 @@ def counting_fills(monkeypatch, runner, worth):
     def note(params, state, *rest):
         monkeypatch.setattr(runner.drafter, "fill", lambda *given: (taken.append(state.host.read), fill(*given))[1])
         waits = state.host.read < worth
-        monkeypatch.setattr(runner, "worth_taking", lambda prompt: np.inf if waits else 0.0)
+        monkeypatch.setattr(runner, "worth_taking", lambda *_: np.inf if waits else 0.0)
         return take(params, state, *rest)
 
     monkeypatch.setattr(runner, "_take_prompt", note)
@@ -422,6 +422,17 @@ def test_the_draft_takes_a_prompt_once_that_is_little_beside_the_answer(case, mo
     rounds = run(engine_of(case), params, LONG_PROMPT, 60, 2)
     assert tokens_of(rounds) == expected[:60]
     assert len(taken) == 1 and 20 <= taken[0] <= 45 and sum(one.draft_passes > 0 for one in rounds) > 1
+
+
+def test_a_draft_lacks_what_is_decoded_meanwhile_as_far_as_it_is_kept(monkeypatch):
+    runner, asked = engine_of(FED_AUTO).runner, []
+    forget_drafts(FED_AUTO)
+    monkeypatch.setattr(runner, "timer", Turns())
+    monkeypatch.setattr(runner, "worth_taking", lambda *given: (asked.append(given), np.inf)[1])
+    run(engine_of(FED_AUTO), params_of(FED_AUTO, "copy"), PROMPT[:3], 155, 2)
+    lacking, most = zip(*asked, strict=True)
+    assert lacking[0] == 2 and lacking[-1] == lacking[0] + runner.drafter.unfed_rows
+    assert list(lacking) == sorted(lacking) and max(most) <= 155
 
 
 @pytest.mark.parametrize("worth", [120, np.inf], ids=["late", "never"])
@@ -457,7 +468,7 @@ def test_a_draft_takes_the_end_of_a_long_prompt(most, monkeypatch):
     monkeypatch.setattr(engine, "session_memory", None)
     monkeypatch.setattr("jaxspec.engine.CPU_PIECE", 30)
     monkeypatch.setattr(type(engine.runner), "most_taken", most)
-    monkeypatch.setattr(engine.runner, "worth_taking", lambda prompt: 0.0)
+    monkeypatch.setattr(engine.runner, "worth_taking", lambda *_: 0.0)
     taken, fill = [], engine.runner.drafter.fill
 
     def note(params, state, pending):
@@ -480,7 +491,7 @@ def test_an_interrupted_prompt_that_another_one_shares_a_part_of(monkeypatch):
     forget_drafts(FED_AUTO)
     monkeypatch.setattr(engine, "session_memory", None)
     monkeypatch.setattr(type(engine.runner), "most_taken", 20)
-    monkeypatch.setattr(engine.runner, "worth_taking", lambda prompt: 0.0)
+    monkeypatch.setattr(engine.runner, "worth_taking", lambda *_: 0.0)
     with engine.open(params, [3, *LONG_PROMPT], SamplingParams(max_tokens=5), 0):
         pass
     prompt = [3, *LONG_PROMPT[:35], 1, 2, 3]
@@ -528,7 +539,7 @@ def test_a_text_survives_the_growth_of_the_caches(case, monkeypatch):
     models, params = models_of(case), params_of(case, "copy")
     engine = Engine(models, case.method, session_memory=None)
     engine.prepare()
-    monkeypatch.setattr(type(engine.runner), "worth_taking", lambda self, prompt: 0.0)
+    monkeypatch.setattr(type(engine.runner), "worth_taking", lambda *_: 0.0)
     rounds, _ = answer(engine, params, PROMPT, 12)
     worth, slots = engine.runner.worth, engine.runner.slots
     prompt = [*PROMPT, *tokens_of(rounds), *PROMPT]

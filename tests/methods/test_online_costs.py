@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.methods.auto.costs import AutoChoice
-from jaxspec.methods.auto.online import CostFilter, differ
+from jaxspec.methods.auto.online import TAKEN_TOGETHER, CostFilter, differ
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.methods.core.timing import LEAST_WAIT, Worth
@@ -73,6 +73,19 @@ def test_a_measurement_of_a_wrong_form_is_corrected():
     np.testing.assert_allclose(found.passes[[3, 7, 15]], true.passes[[3, 7, 15]], rtol=0.15)
 
 
+def test_rows_that_are_never_seen_leave_the_others_alone():
+    """Two rows were measured as dear as many, and drafts have three or seven tokens."""
+    flat = CostModel(np.array([1.0, *[1.6] * 14, 1.75]), draft=0.07, round=0.05, source="measured")
+    true = CostModel(np.interp(np.arange(16), [0, 1, 3, 7, 15], [1, 1.05, 1.15, 1.35, 1.75]), draft=0.07, round=0.05)
+    costs, rng = CostFilter(flat), np.random.default_rng(0)
+    for number in range(400):
+        drafted = [3, 7, 0][number % 3]
+        outputs = [StepOutput((1,) * 4, (0.0,) * 4, drafted=drafted, draft_passes=min(drafted, 1))]
+        took_in = costs.observe(outputs, time_of(outputs, true) * rng.normal(1, 0.08) if number != 100 else None)
+        assert took_in == (number <= 2 or (number - 2) % TAKEN_TOGETHER == 0)
+    np.testing.assert_allclose(costs.costs().passes[[3, 7]], true.passes[[3, 7]], rtol=0.06)
+
+
 def test_short_drafts_do_not_make_passes_dear():
     """A draft costs 0.4 beyond its passes: as few of them are seen, a pass could seem to cost that."""
     costs, rng = CostFilter(BELIEVED), np.random.default_rng(0)
@@ -114,9 +127,11 @@ def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
     for _ in range(60):
         worth.note(dispatch(4, 0), 4.0)
         assert worth.note(dispatch(2, 1), 2.2) == pytest.approx(-0.2, abs=0.01)
-    worth.believe(2.0)  # they were timed
+    worth.believe(1.5)  # most of what is known was timed
     # It seems to be tried once in a while, and is not after it was.
     assert worth.taking(4.0) == 200.0
+    # At once where the answer may have so many tokens: later, more than that would be lacking.
+    assert worth.taking(2.0) == LEAST_WAIT and worth.taking(2.0, most=90) == 100.0
     worth.end_text(200, False, 0.0)
     assert worth.taking(4.0) == LEAST_WAIT
     worth.end_text(40, True, -1.0)

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.auto.online import CostFilter, differ
-from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, save_costs, save_learned
+from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, measured_rows, save_costs, save_learned
 from jaxspec.methods.core.cost_model import PRIOR_MEAN, CostModel, init_acceptance
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
@@ -26,8 +26,6 @@ from jaxspec.methods.core.verify import chain_draft
 from jaxspec.results import Choice
 from jaxspec.runtime.transfer import place, zeros_of
 
-# Verified rows that are timed, as far as a batch has so many.
-ROWS = (1, 2, 4, 8, 16, 32, 64)
 # Equal rounds that are dispatched together and make one sample: their dispatch is hidden, as while decoding.
 TOGETHER = 2
 # Samples of each kind of round; seconds that all of them take, warming up included.
@@ -68,11 +66,6 @@ class AutoChoice(Choice):
     gain: float | None = None
 
 
-def measured_rows(num_rows: int) -> list[int]:
-    """Verified rows that are timed for batches of `num_rows` rows, at least 2."""
-    return sorted({rows for rows in ROWS if rows < num_rows} | {min(num_rows, ROWS[-1])})
-
-
 def spare_slots(slots: int, num_rows: int) -> int:
     """What all rounds of one sample leave of a cache of so many slots, whatever is accepted; negative if too few."""
     most = TOGETHER * (sum(measured_rows(num_rows)) + STEPS_PER_DISPATCH + 2 * num_rows)
@@ -104,14 +97,16 @@ def measure_rounds(
         most = ROUNDS_PER_DISPATCH
         rest.append((rounds.shared, most, most * (1 + expected.round + length * expected.draft) / together))
     rest += verifications[2:]
+    cold = {rounds.draft, rounds.plain, rounds.shared}
     for number in range(MOST_SAMPLES):
         rounds.begin(rounds.state)
         # Where a sample is one round, two samples of a few figures are worth more than one of each.
         for measure, amount, cost in first + (rest if number or together > 1 else []):
-            warming = number == 0 and measure != rounds.verify  # with one more round of one token
+            warming = measure in cold  # with one more round of one token
             if now() - start + least[1] * (together * cost + warming) < ENOUGH_S:
                 if warming:
                     measure(1, 1)
+                    cold.remove(measure)
                 found = measure(amount, together)
                 for name, seconds in found.items():
                     least[name] = min(seconds, least[name]) if name in least else seconds
@@ -285,8 +280,8 @@ class MeasuringRunner(SpeculativeRunner):
         most = (MOST_OF_PROMPT - self.costs.round) / max(self._token_taken, 1e-6)
         return max(CHUNKS[0], int(most))
 
-    def worth_taking(self, tokens: int) -> float:
-        return self.worth.taking(self.costs.round + tokens * self._token_taken)
+    def worth_taking(self, tokens: int, most: float) -> float:
+        return self.worth.taking(self.costs.round + tokens * self._token_taken, most)
 
     @property
     def _token_taken(self) -> float:
@@ -310,8 +305,9 @@ class MeasuringRunner(SpeculativeRunner):
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
         self._keep_at = 2 * self._tokens
-        if self.times is not None and self._filter.plain_s is not None:
-            save_costs(self._profile, self.times.corrected(self._filter.costs(), self._filter.plain_s))
+        costs, plain_s = self._filter.costs(), self._filter.plain_s
+        if self.times is not None and plain_s is not None:
+            save_costs(self._profile, self.times.corrected(costs, plain_s))
         known = jax.device_get(state.draft.stats)
         counts = known.tried + known.usual_tried, known.accepted + known.usual_accepted, known.asked + known.usual_asked
         save_learned(self._profile, Learned(*(each.tolist() for each in counts)))

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxspec.methods.auto.profiles import measured_rows
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
 
-# Standard deviations before anything was observed, of each part over what it is believed to be: a plain token, a
-# round's other costs (over a plain token), a draft pass, a draft beyond its passes (over a plain token), and what
-# further rows cost: each number of rows by so much of a plain token and of what it is, and all of them together by so
-# much for each row and of what they are. All parts are wrong together where the machine is faster or slower.
+# Standard deviations before anything was observed. Those of a plain token and of a draft pass are relative. Those of a
+# round's other costs and of a draft beyond its passes are in plain tokens. What a number of further rows costs has one
+# of its own, a part in plain tokens and a relative one. All numbers of rows share two: for each row, in plain tokens,
+# and relatively. The last one, relative, is that of the machine's speed, which all parts share.
 PLAIN, ROUND, DRAFT, OVERHEAD, ROWS, ROWS_TOGETHER, TOGETHER = 0.1, 0.25, 0.3, 0.15, (0.1, 0.2), (0.05, 0.4), 1.0
 # The same of what changes from one dispatch to the next, and of the time of a dispatch.
 DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.05, 0.12
@@ -31,22 +32,22 @@ class CostFilter:
 
     It begins with costs that were measured or built in. The machine's speed is a part of its own, so that a slower
     moment does not count against what happened to run in it. Of further rows, 1, 3, 7, ... are a part each, and others
-    lie between: a short measurement among other programs is wrong of some of them.
+    lie between: a short measurement among other programs may be wrong for some of them.
     """
 
     def __init__(self, costs: CostModel):
         """`costs` are corrected; nothing was observed."""
         self._costs = costs
         self._lacks = 0  # tokens that the draft has not taken yet
-        most = costs.passes.size - 1
-        self._knots = np.array([0, *(2**n - 1 for n in range(1, most.bit_length() + 1) if 2**n - 1 < most), most])
+        size = costs.passes.size
+        self._knots = np.unique([*measured_rows(size), size]) - 1
         # Of a plain token, a round, a draft pass, a draft, and of as many further rows as the knots say.
         self._seconds: np.ndarray | None = None
         self._spread = np.zeros((0, 0))
         self._kept: list[tuple[Sequence[StepOutput], float | None]] = []
 
     def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> bool:
-        """Keep the rounds of a dispatch and what it took, if it was timed; True where several were taken in now."""
+        """Keep the rounds of a dispatch and what it took, if it was timed; True where what was kept is taken in now."""
         self._kept.append((outputs, seconds))
         if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER:
             return False
@@ -63,7 +64,7 @@ class CostFilter:
             amounts += self._amounts(output)
             lacking = max(lacking, self._lacks if output.draft_passes else 0)
             self._lacks = len(output.tokens) + (0 if output.draft_passes else self._lacks)
-        if seconds is None or lacking > MOST_LACKING:
+        if not seconds or lacking > MOST_LACKING:
             return
         each = self._seconds
         if each is None:
@@ -83,21 +84,21 @@ class CostFilter:
         self._seconds = np.maximum(each, least)
 
     def costs(self) -> CostModel:
-        """The corrected costs; those that it began with while nothing was observed."""
+        """The costs, corrected by all that was kept; those that it began with while nothing was observed."""
         kept, self._kept = self._kept, []
         for dispatch in kept:
             self._take_in(*dispatch)
         if self._seconds is None:
             return self._costs
         round_, draft, overhead, *rows = (self._seconds[1:] / self._seconds[0]).tolist()
-        # Further rows never make a pass cheaper.
-        heights = np.maximum.accumulate([0.0, *rows])
+        # Fewer rows never cost more than more.
+        heights = [0.0, *np.minimum.accumulate(rows[::-1])[::-1]]
         passes = self._costs.passes[0] + np.interp(np.arange(self._costs.passes.size), self._knots, heights)
         return dataclasses.replace(self._costs, passes=passes, draft=draft, draft_overhead=overhead, round=round_)
 
     @property
     def plain_s(self) -> float | None:
-        """Seconds of a plain token; None while nothing was observed."""
+        """Seconds of a plain token by what was taken in; None while nothing was."""
         return None if self._seconds is None else float(self._seconds[0])
 
     def _begin(self, plain_s: float) -> np.ndarray:

@@ -29,12 +29,19 @@ from jaxspec.runtime.store.fingerprint import UnknownError, surroundings
 LOG = logging.getLogger(__name__)
 
 COSTS, LEARNED, DEVICES = "jaxspec cost profile 2", "jaxspec learned rates 2", "jaxspec device profile 1"
+# Verified rows that are timed, as far as a batch has so many.
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 # What figures of rounds lie between, in seconds and rows: others are damage, and would not be finite in 32 bits.
 SHORTEST_S, LONGEST_S, LARGEST_BATCH = 1e-9, 1e6, 1024
 # Settings of several devices have to gain so much over those of fewer: less is noise.
 LEAST_GAIN = 1.02
 
 T = TypeVar("T")
+
+
+def measured_rows(num_rows: int) -> list[int]:
+    """Verified rows that are timed for batches of `num_rows` rows."""
+    return sorted({rows for rows in ROWS if rows < num_rows} | {min(num_rows, ROWS[-1])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +57,8 @@ class RoundTimes:
     draft_overhead_s: float = 0.0  # of a draft apart from its passes, as far as rounds have shown it
 
     def corrected(self, costs: CostModel, plain_s: float) -> "RoundTimes":
-        """The same rows and parts by costs in plain tokens, which take `plain_s` seconds each."""
-        verify_s = {rows: plain_s * float(costs.passes[rows - 1]) for rows in self.verify_s}
+        """The same by costs in plain tokens, which take `plain_s` seconds each; of rows that were not timed, too."""
+        verify_s = {rows: plain_s * float(costs.passes[rows - 1]) for rows in measured_rows(costs.passes.size)}
         parts = (plain_s * cost for cost in (costs.round, costs.draft, costs.draft_overhead))
         return RoundTimes(plain_s, verify_s, *parts)
 

@@ -255,11 +255,13 @@ class SpeculativeRunner(Runner):
             return state
         return dataclasses.replace(state, draft=self.drafter.fill(params, state.draft, pending))
 
-    def worth_taking(self, tokens: int) -> float:
-        """Tokens of an answer after which a draft takes the `tokens` of the text that it lacks."""
+    def worth_taking(self, tokens: int, most: float) -> float:
+        """Tokens of an answer, which has at most `most`, after which a draft takes the `tokens` that it lacks."""
         return 1.0
 
-    def _take_prompt(self, params: ModelParams, state: SpeculativeState, paused: bool = False) -> tuple[Any, bool]:
+    def _take_prompt(
+        self, params: ModelParams, state: SpeculativeState, room: float = math.inf, paused: bool = False
+    ) -> tuple[Any, bool]:
         """The draft's state before a dispatch, and whether its model rests in it.
 
         Short answers end before a draft has paid for the prompt. It takes it once that is little beside the answer and
@@ -268,9 +270,10 @@ class SpeculativeRunner(Runner):
         host, drafter = state.host, self.drafter
         if host.pending is None:
             return state.draft, False
-        # What was decoded meanwhile, too.
-        missing = len(host.pending.tokens) - host.pending.known + host.read
-        if drafter.rests and (paused or host.read - host.copied < self.worth_taking(missing)):
+        # What was decoded meanwhile, too, as far as it is kept for a draft that is fed hidden states.
+        missing = len(host.pending.tokens) - host.pending.known + min(host.read, drafter.unfed_rows or host.read)
+        own = host.read - host.copied
+        if drafter.rests and (paused or own < self.worth_taking(missing, host.read + room)):
             return state.draft, True
         pending, host.pending, host.filled = host.pending, None, True
         return drafter.fill(params, state.draft, pending), False
@@ -326,13 +329,13 @@ class SpeculativeRunner(Runner):
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
             # After it, so that the first token does not wait for the draft.
             delayed, host.filled = host.filled, False
-            draft, resting = self._take_prompt(params, state, paused)
+            draft, resting = self._take_prompt(params, state, room, paused)
             self.drafter.rest(resting)
             host.dispatched.append((None if unsettled else False, delayed))
             draft = self.drafter.skip(params, draft, state.verified)
             return SpeculativeState(target, draft, verified, host), round_, min_tokens
         # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
-        draft, resting = self._take_prompt(params, state, paused)
+        draft, resting = self._take_prompt(params, state, room, paused)
         self.drafter.rest(resting or paused)
         host.dispatched.append((not paused, host.filled))
         host.filled = False

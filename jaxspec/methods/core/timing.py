@@ -23,7 +23,7 @@ ENOUGH_ROUNDS, FIRST_PAUSE, LONGEST_PAUSE = 12, 32, 1024
 # Rounds slower than this many times the expected time are outliers, such as a paused consumer.
 OUTLIER = 10
 # Drafted rounds after which an earlier one counts a third. A draft that seems not to pay takes a prompt, to see whether
-# it does now, once so many times what that costs were decoded without it: at first, and at most after that was in vain.
+# it does now, where so many times what that costs are decoded without it: at first, and at most after vain trials.
 USUAL_ROUNDS, FIRST_WAIT, LONGEST_WAIT = 32, 50.0, 800.0
 # Tokens that a text is believed to have before any has ended, and texts after which an earlier one counts a third.
 FIRST_LENGTH, USUAL_TEXTS = 128.0, 8
@@ -161,28 +161,28 @@ class RoundTimer:
 
 
 class Worth:
-    """When a draft takes a prompt: by what recent drafts brought, and else now and then.
+    """When a draft takes a prompt: by what drafts are believed to bring and recent ones brought, else now and then.
 
     Tokens are those that were not copied; costs are in tokens of plain decoding.
     """
 
     def __init__(self, gain: float = 1.0):
         """See `believe`."""
-        self._drafted = False
         self.believe(gain)
+        self._weight, self._timed = float(USUAL_ROUNDS), np.zeros(2)  # of the belief; tokens, and what they cost
         self._plain_s: float | None = None  # seconds of a token without a draft, of late
         self._wait, self._rested = FIRST_WAIT, 0.0
         self._length = FIRST_LENGTH  # of a usual text
 
+    def believe(self, gain: float) -> None:
+        """Drafts are believed to decode `gain` times as fast as plain decoding; less and less as some are timed."""
+        self._believed = gain
+
     @property
     def gain(self) -> float:
-        """Speed of drafted rounds over plain decoding, as timed of late or believed."""
-        return float(self._brought[0] / self._brought[1])
-
-    def believe(self, gain: float) -> None:
-        """Drafts are believed to decode `gain` times as fast as plain decoding, as long as none was timed."""
-        if not self._drafted:
-            self._brought = USUAL_ROUNDS * np.array([gain, 1.0])  # tokens, and what they cost
+        """Speed of drafted rounds over plain decoding, as believed and as timed of late."""
+        tokens, spent = self._timed + self._weight * np.array([self._believed, 1.0])
+        return float(tokens / spent)
 
     def note(self, outputs: Sequence[StepOutput], seconds: float | None) -> float:
         """Take in a dispatch, if it was timed; returns what drafts gained in it, in tokens.
@@ -200,15 +200,20 @@ class Worth:
         if not passes:
             self._plain_s = plain_s * (1 + (spent / tokens - 1) / USUAL_PLAIN)
             return 0.0
-        self._drafted = True
-        self._brought = (1 - 1 / USUAL_ROUNDS) ** len(outputs) * self._brought + np.array([tokens, spent])
+        kept = (1 - 1 / USUAL_ROUNDS) ** len(outputs)
+        self._weight, self._timed = kept * self._weight, kept * self._timed + np.array([tokens, spent])
         return tokens - spent
 
-    def taking(self, cost: float) -> float:
-        """Tokens of an answer after which the draft takes its prompt, which costs as much as `cost` tokens."""
+    def taking(self, cost: float, most: float = math.inf) -> float:
+        """Tokens of an answer after which the draft takes what it lacks, at the cost of `cost` tokens.
+
+        At once, if the answer is expected to have so many: as many as usual, but at most `most`. Later in a text, what
+        the draft lacks may grow faster than what its trial may cost.
+        """
         pays = cost / (1 - 1 / self.gain) if self.gain > 1 else math.inf
+        needed = min(pays, self._wait * cost - self._rested)
         # Of a text that is longer than usual, as many tokens may come as came already.
-        return max(LEAST_WAIT, min(0.0 if pays <= self._length else pays, self._wait * cost - self._rested))
+        return max(LEAST_WAIT, 0.0 if needed <= min(self._length, most) else needed)
 
     def end_text(self, decoded: int, taken: bool, gained: float) -> None:
         """A text of so many tokens has ended; was its prompt `taken`, and what did its drafts gain?"""
