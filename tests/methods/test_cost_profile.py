@@ -252,6 +252,8 @@ def test_costs_are_corrected_by_rounds_and_kept(clocked, store):
     assert not again.runner.measures and again.runner.report().figures == "measured"
     assert again.runner.times.plain_s > 2 * measured.plain_s
     assert list(again.runner.times.verify_s) == list(measured.verify_s)
+    grown = CASE.method.bind(models_of(CASE), 120, store, engine.runner)
+    assert grown.times.plain_s > 2 * measured.plain_s
 
 
 @pytest.mark.thorough

@@ -305,12 +305,16 @@ class MeasuringRunner(SpeculativeRunner):
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
         self._keep_at = 2 * self._tokens
-        costs, plain_s = self._filter.costs(), self._filter.plain_s
-        if self.times is not None and plain_s is not None:
-            save_costs(self._profile, self.times.corrected(costs, plain_s))
+        if (times := self.latest_times()) is not None:
+            save_costs(self._profile, times)
         known = jax.device_get(state.draft.stats)
         counts = known.tried + known.usual_tried, known.accepted + known.usual_accepted, known.asked + known.usual_asked
         save_learned(self._profile, Learned(*(each.tolist() for each in counts)))
+
+    def latest_times(self) -> RoundTimes | None:
+        """What was measured, as rounds have corrected it."""
+        costs, plain_s = self._filter.costs(), self._filter.plain_s
+        return self.times if self.times is None or plain_s is None else self.times.corrected(costs, plain_s)
 
     def report(self) -> AutoChoice:
         return AutoChoice(**self.costs.report(), gain=None if self.timer is None else self.timer.total_gain)

@@ -150,7 +150,7 @@ class Auto(Method):
         propose = None if draft is None else tree_proposals("noise", draft.vocab, branch)
         given = self.draft_cost and self.pass_cost and self.round_cost is not None
         profile = None if given else find_costs(store.cache_folder, models, self.num_rows)
-        times = previous.times if isinstance(previous, MeasuringRunner) else profile and load_costs(profile)
+        times = previous.latest_times() if isinstance(previous, MeasuringRunner) else profile and load_costs(profile)
         rows = 0 if draft is None else block_rows(draft, self.max_path)
         slots, costs = cache_slots(tokens, max(SYNC_ROWS, self.num_rows, rows)), self.costs(models, times)
 
