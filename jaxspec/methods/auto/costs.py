@@ -292,8 +292,8 @@ class MeasuringRunner(SpeculativeRunner):
         super().observe(state, outputs)
         seconds = None if self.timer is None else self.timer.latest_s
         state.host.gained += self.worth.note(outputs, seconds)
-        measured = self.costs.source == "measured"
-        if measured and self._filter.observe(outputs, seconds) and differ(costs := self._filter.costs(), self.costs):
+        costs = self._filter.observe(outputs, seconds) if self.costs.source == "measured" else None
+        if costs is not None and differ(costs, self.costs):
             self._use(costs)
 
     def close(self, state: SpeculativeState | None) -> None:
@@ -305,7 +305,8 @@ class MeasuringRunner(SpeculativeRunner):
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
         self._keep_at = 2 * self._tokens
-        if (times := self.latest_times()) is not None:
+        times = self.latest_times()
+        if times is not None and times is not self.times:
             save_costs(self._profile, times)
         known = jax.device_get(state.draft.stats)
         counts = known.tried + known.usual_tried, known.accepted + known.usual_accepted, known.asked + known.usual_asked

@@ -41,18 +41,18 @@ class CostFilter:
         self._lacks = 0  # tokens that the draft has not taken yet
         size = costs.passes.size
         self._knots = np.unique([*measured_rows(size), size]) - 1
+        # Of rounds with 0, 1, 2, ... drafted rows, how much of each of these parts they hold.
+        shares = [np.interp(np.arange(size), self._knots, part) for part in np.eye(self._knots.size)[1:]]
+        self._shares = np.reshape(shares, (-1, size)).T
         # Of a plain token, a round, a draft pass, a draft, and of as many further rows as the knots say.
         self._seconds: np.ndarray | None = None
         self._spread = np.zeros((0, 0))
         self._kept: list[tuple[Sequence[StepOutput], float | None]] = []
 
-    def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> bool:
-        """Keep the rounds of a dispatch and what it took, if it was timed; True where what was kept is taken in now."""
+    def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> CostModel | None:
+        """Keep the rounds of a dispatch and what it took, if it was timed; `costs` where what was kept is taken in."""
         self._kept.append((outputs, seconds))
-        if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER:
-            return False
-        self.costs()
-        return True
+        return None if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER else self.costs()
 
     def _take_in(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Correct the parts by a dispatch; first ones without drafts set the scale.
@@ -92,8 +92,7 @@ class CostFilter:
             return self._costs
         round_, draft, overhead, *rows = (self._seconds[1:] / self._seconds[0]).tolist()
         # Fewer rows never cost more than more.
-        heights = [0.0, *np.minimum.accumulate(rows[::-1])[::-1]]
-        passes = self._costs.passes[0] + np.interp(np.arange(self._costs.passes.size), self._knots, heights)
+        passes = self._costs.passes[0] + self._shares @ np.minimum.accumulate(rows[::-1])[::-1]
         return dataclasses.replace(self._costs, passes=passes, draft=draft, draft_overhead=overhead, round=round_)
 
     @property
@@ -117,7 +116,7 @@ class CostFilter:
         late = max(0, self._lacks - USUALLY_LACKING) * self._costs.row if output.draft_passes else 0.0
         passes = output.draft_passes + late
         plain = 1 if output.drafted else len(output.tokens)
-        near = [np.interp(output.drafted, self._knots, one) for one in np.eye(self._knots.size)[1:]]
+        near = self._shares[min(output.drafted, len(self._shares) - 1)]
         return np.array([plain, 1.0, passes, passes > 0, *near])
 
 
