@@ -120,7 +120,7 @@ def test_what_was_looked_at_counts_and_older_rounds_count_less():
     expected[1, [3, 10]] = 1, 1
     np.testing.assert_array_equal(np.stack([stats.tried, stats.accepted]), expected)
     at_ten = (1 + PRIOR_WEIGHT * PRIOR_RATE[10]) / (2 + PRIOR_WEIGHT)
-    assert float(stats.rate(jnp.int32(10))) == pytest.approx(at_ten)
+    assert float(stats.rates()[10]) == pytest.approx(at_ten)
     # Each accepted token, and the refusal after them, makes what came before count less.
     again = stats.update(kind, tried, accepted)
     np.testing.assert_allclose(np.stack([again.tried, again.accepted]), expected * (1 + FORGETTING**3), rtol=1e-6)
@@ -134,13 +134,13 @@ def test_earlier_texts_are_what_a_text_is_drawn_to():
             stats = step(stats, one, yes, yes & (number % 4 > 0))
         stats = following(stats)
     # All of them count, up to a bound, whether the last one drafted or not.
-    assert float(stats.rate(jnp.int32(4))) == pytest.approx(0.75, abs=0.02)
+    assert float(stats.rates()[4]) == pytest.approx(0.75, abs=0.02)
     assert float(stats.usual_tried.sum()) == pytest.approx(USUAL_KEPT)
     jax.tree.map(np.testing.assert_array_equal, following(stats), stats)
     # A text of its own is believed after some observations, and forgotten beside the others after it.
     for _ in range(40):
         stats = step(stats, one, yes, ~yes)
-    assert float(stats.rate(jnp.int32(4))) < 0.3 < 0.6 < float(following(stats).rate(jnp.int32(4)))
+    assert float(stats.rates()[4]) < 0.3 < 0.6 < float(following(stats).rates()[4])
 
 
 def test_drafts_are_asked_for_what_they_brought_and_more_while_little_is_known():
@@ -187,10 +187,10 @@ def test_a_change_for_the_worse_is_noticed_within_a_hundred_tokens():
     step = jax.jit(AcceptanceStats.update)
     for _ in range(400):
         stats = step(stats, one, yes, yes)
-    assert float(stats.rate(jnp.int32(9))) > 0.95
+    assert float(stats.rates()[9]) > 0.95
     for _ in range(100):
         stats = step(stats, one, yes, no)
-    assert float(stats.rate(jnp.int32(9))) < 0.25
+    assert float(stats.rates()[9]) < 0.25
 
 
 # What passes cost

@@ -96,9 +96,9 @@ def nothing_proposed(count=1):
 @functools.partial(jax.jit, static_argnames="settings")
 def merged(text, settings):
     """Everything that was found, as a batch that holds it all."""
-    stats = init_acceptance()
-    copies = find_copies(text, stats, settings)
-    candidates, nodes = join(*nothing_proposed(), jnp.bool_(False), copies, stats)
+    rates = init_acceptance().rates()
+    copies = find_copies(text, rates, settings)
+    candidates, nodes = join(*nothing_proposed(), jnp.bool_(False), copies, rates)
     return pack_best(jnp.int32(0), candidates, candidates.token.shape[0] + 1), candidates, nodes
 
 
@@ -243,30 +243,30 @@ def test_learning_counts_what_the_text_reached():
 
 def test_longer_matches_are_never_worth_less():
     kinds = copy_kind(jnp.arange(9))
-    np.testing.assert_allclose(init_acceptance().rate(kinds), PRIOR_COPY, rtol=1e-6)
+    np.testing.assert_allclose(init_acceptance().rates()[kinds], PRIOR_COPY, rtol=1e-6)
     for share, check in ((0.01, lambda rate: rate[4] < 0.06), (0.99, lambda rate: rate[1] > 0.9)):
         tried = jnp.zeros_like(init_acceptance().tried).at[kinds[1:5]].set(100.0)
         stats = dataclasses.replace(init_acceptance(), tried=tried, accepted=share * tried)
-        rate = np.asarray(stats.rate(kinds))
+        rate = np.asarray(stats.rates()[kinds])
         assert check(rate) and (np.diff(rate) >= 0).all()
 
 
 @pytest.mark.thorough
 def test_what_two_sources_propose_is_one_node():
     """A draft with children 3 and 7 of the root, and 8 below 3; the text offers 3-4 and 5."""
-    stats, settings = init_acceptance(), CopySettings(ngram=2, candidates=4, length=2)
-    copies = jax.jit(find_copies, static_argnums=2)(text_of([1, 2, 3, 4, 2, 5, 6, 1, 2]), stats, settings)
+    rates, settings = init_acceptance().rates(), CopySettings(ngram=2, candidates=4, length=2)
+    copies = jax.jit(find_copies, static_argnums=2)(text_of([1, 2, 3, 4, 2, 5, 6, 1, 2]), rates, settings)
     tree = jax.jit(plant)(init_tree(2, 2), jnp.int32(2), jnp.array([3, 7]), jnp.log(jnp.array([0.5, 0.25])))
     has_row = jnp.zeros(4, bool)
     candidates, nodes = jax.jit(join)(
-        proposals(tree), proposal_hashes(tree)[0], has_row, jnp.bool_(True), copies, stats
+        proposals(tree), proposal_hashes(tree)[0], has_row, jnp.bool_(True), copies, rates
     )
     batch = jax.jit(pack_best, static_argnums=2)(jnp.int32(2), candidates, 16)
     assert sorted(paths_of(batch)) == [(), (3,), (3, 4), (5,), (5, 6), (7,)]
     score = {path: float(s) for path, s in zip(paths_of(batch)[1:], sorted_scores(candidates), strict=True)}
     assert score[3,] == pytest.approx(np.log(0.5)) and score[3, 4] < score[3,] and score[5, 6] <= score[5,]
     # The draft proposed other tokens than 5: the copy is worth less than without its word.
-    alone, _ = jax.jit(join)(*nothing_proposed(), jnp.bool_(False), copies, stats)
+    alone, _ = jax.jit(join)(*nothing_proposed(), jnp.bool_(False), copies, rates)
     assert score[5,] < float(alone.score.max())
 
 

@@ -19,7 +19,6 @@ from jaxspec.methods.core.cost_model import (
     OTHERS,
     PLACES,
     SUREST,
-    AcceptanceStats,
     PlacedCosts,
     class_of,
     keep_best,
@@ -142,11 +141,12 @@ def _weigh(
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Draft as far as it pays: nothing, copies, or the best prefixes of a block that copies join."""
     stats, sequence = state.stats, state.sequence
-    assert stats is not None and sequence is not None
     copied = find_and_join(settings, state, True)
+    assert stats is not None and copied.rates is not None and sequence is not None
     beside = 1.0 if features.first_order else BESIDE
     first = [place_kind(1 + place, jnp.bool_(False), jnp.int32(0)) - PLACES for place in range(settings.places)]
-    chain = jnp.cumprod(jnp.minimum(stats.mean_rate() * stats.place_ratios(beside)[jnp.stack(first)], SUREST))
+    rates, ratios = copied.rates, stats.place_ratios(beside)
+    chain = jnp.cumprod(jnp.minimum(stats.mean_rate() * ratios[jnp.stack(first)], SUREST))
     drafting, one, idle = costs.draft + costs.draft_overhead, jnp.ones(settings.places), state.idle + verified.count
     prospect = weigh_prospect(copied.candidates.score, chain, one, stats, costs, idle, state.patience)
 
@@ -154,7 +154,7 @@ def _weigh(
         cache, _, _, _ = carry
         here = dataclasses.replace(state, sequence=dataclasses.replace(sequence, cache=cache))
         token, logprob, cache = fill(here)
-        correct = functools.partial(_correct, token, stats, copied.copies, beside)
+        correct = functools.partial(_correct, token, rates, ratios, copied.copies)
         candidates, notes = best_prefixes(token, logprob, settings.num_rows - 1, correct=correct)
         exists = (candidates.score > -jnp.inf).astype(jnp.float32)
         nodes = Nodes(notes["hash"], notes["above"], candidates.depth, notes["kind"], exists)
@@ -164,7 +164,7 @@ def _weigh(
         if copied.copies is not None:
             above = jnp.where((candidates.parent >= 0) & (exists > 0), candidates.parent, exists.size)
             has_row = jnp.zeros(exists.shape, bool).at[above].set(True, mode="drop")
-            candidates, others = join(candidates, nodes.hash, has_row, jnp.bool_(True), copied.copies, stats)
+            candidates, others = join(candidates, nodes.hash, has_row, jnp.bool_(True), copied.copies, rates)
             observed = concatenate(observed, others)
         return cache, keep_best(candidates, costs.rounds + drafting)[0], observed, jnp.bool_(False)
 
@@ -184,7 +184,7 @@ def _weigh(
 
 
 def _correct(
-    token: Array, stats: AcceptanceStats, copies: Copies | None, beside: float, ranks: Array, logprob: Array
+    token: Array, rates: Array, ratios: Array, copies: Copies | None, ranks: Array, logprob: Array
 ) -> tuple[Array, dict[str, Array]]:
     """The `Correct` of learned rates: a token's class says how sure it was, its place how much that is worth there."""
     depth = ranks.shape[1]
@@ -197,8 +197,8 @@ def _correct(
         known = jnp.where(copies.own, copies.hash, 0).reshape(-1)
         kind += jnp.where((here[..., None] == known).any(axis=-1), AGREED, 0)
     place = place_kind(depth + 1, (ranks > 0).any(axis=1)[:, None], rank)
-    expected = stats.rate(kind)
-    chance = jnp.minimum(expected * stats.place_ratios(beside)[place - PLACES], SUREST)
+    expected = rates[kind]
+    chance = jnp.minimum(expected * ratios[place - PLACES], SUREST)
     notes = {
         "hash": here, "above": jnp.broadcast_to(above[:, None], here.shape), "kind": kind, "place": place,
         "expected": expected,

@@ -115,8 +115,11 @@ def learn(stats: AcceptanceStats, nodes: Nodes, verified: Verified) -> Acceptanc
     return stats.update(nodes.kind, jnp.where(tried, nodes.weight, 0.0), accepted)
 
 
-def find_copies(text: Text, stats: AcceptanceStats, settings: CopySettings) -> Copies:
-    """Continuations of earlier occurrences of the text's suffix: longest matches first, then the most recent."""
+def find_copies(text: Text, rates: Array, settings: CopySettings) -> Copies:
+    """Continuations of earlier occurrences of the text's suffix: longest matches first, then the most recent.
+
+    `rates` are those of `AcceptanceStats`.
+    """
     C, L = min(settings.candidates, text.token.shape[0]), settings.length
     place = jnp.arange(text.token.shape[0], dtype=jnp.int32)
     last = text.length - 1
@@ -152,7 +155,7 @@ def find_copies(text: Text, stats: AcceptanceStats, settings: CopySettings) -> C
     share = jnp.where(exists, jnp.minimum(share, 1.0), 0.0)
     kind = copy_kind(length[first] + step[None, :])
     own = (first == jnp.arange(C)[:, None]) & exists
-    logprob = jnp.log(stats.rate(kind)) + jnp.log(share)
+    logprob = jnp.log(rates[kind]) + jnp.log(share)
     return Copies(token, first, own, hashes, kind, share, logprob)
 
 
@@ -165,7 +168,7 @@ def proposal_hashes(tree: Tree) -> tuple[Array, Array]:
 
 
 def join(
-    own: Candidates, own_hash: Array, has_row: Array, planted: Array, copies: Copies, stats: AcceptanceStats
+    own: Candidates, own_hash: Array, has_row: Array, planted: Array, copies: Copies, rates: Array
 ) -> tuple[Candidates, Nodes]:
     """The proposals of a draft, N of them, and copies as one tree: what both propose is the draft's node.
 
@@ -185,7 +188,7 @@ def join(
     step = jnp.arange(L, dtype=jnp.int32)
     meets = step[None] == met[:, None]
     kind = copies.kind + CONTRADICTED * (meets & refuted[:, None])
-    logprob = jnp.where(meets & refuted[:, None], jnp.log(stats.rate(kind)) + jnp.log(copies.share), copies.logprob)
+    logprob = jnp.where(meets & refuted[:, None], jnp.log(rates[kind]) + jnp.log(copies.share), copies.logprob)
     new = step[None] >= met[:, None]
     score = base[:, None] + jnp.cumsum(jnp.where(new, logprob, 0.0), axis=1)
     alone = new & copies.own

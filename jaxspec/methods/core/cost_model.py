@@ -80,6 +80,8 @@ OTHERS, AGREED, COPIES, CONTRADICTED = CLASSES, 2 * CLASSES, 4 * CLASSES, len(PR
 PLACES = COPIES + 2 * CONTRADICTED
 DEPTHS, RANKS = 8, 3
 KINDS = PLACES + 2 * DEPTHS * RANKS
+# The group of each kind: drafts, copies or places.
+GROUPS = np.digitize(np.arange(KINDS), [COPIES, PLACES])
 # That ratio before anything is known, below a choice that is not the first: marginals go on as if that one were right.
 BESIDE = 0.3
 SUREST = 0.99
@@ -197,7 +199,9 @@ def weigh_prospect(
     best = jnp.argmax((1 + tokens) / alone)
     brought, rows, needed = stats.usual_draft(jnp.stack([tokens[best], length[best], passes[best]]).astype(jnp.float32))
     # It joins the copies, of which it brings what they do not have, or takes their rows.
-    joined, own = jnp.interp(jnp.stack([num_copied + rows, rows]), jnp.arange(last + 1), costs.rounds)
+    # Between two numbers of rows the cost is that of their mixture.
+    at = jnp.minimum(jnp.stack([num_copied + rows, rows]), last)[:, None]
+    joined, own = (costs.rounds * jnp.maximum(1 - jnp.abs(at - jnp.arange(last + 1)), 0)).sum(axis=1)
     drafting = costs.draft_overhead + costs.draft * needed
     speed = jnp.maximum(
         (copy_gain + brought * (1 - first_copy)) / (joined + drafting), (1 + brought) / (own + drafting)
@@ -405,10 +409,8 @@ class AcceptanceStats:
         def keep(tried: Array) -> Array:
             return jnp.minimum(1.0, USUAL_KEPT / jnp.maximum(tried, 1.0))
 
-        groups = [COPIES, PLACES]
         tried, asked = self.usual_tried + self.tried, self.usual_asked + self.asked
-        share = jnp.stack([keep(part.sum()) for part in jnp.split(tried, groups)])
-        share = share[np.digitize(np.arange(KINDS), groups)]
+        share = jnp.stack([keep(part.sum()) for part in jnp.split(tried, [COPIES, PLACES])])[GROUPS]
         accepted = share * (self.usual_accepted + self.accepted)
         return dataclasses.replace(
             init_acceptance(), usual_tried=share * tried, usual_accepted=accepted, usual_asked=keep(asked[0]) * asked
@@ -420,15 +422,11 @@ class AcceptanceStats:
         `tried`, float32 or bool [n], is how much each counts that the verified text could confirm or refute.
         """
         tried = tried.astype(jnp.float32)
-        copied, placed = (kind >= COPIES) & (kind < PLACES), kind >= PLACES
-
-        def kept(own: Array) -> Array:
-            return FORGETTING ** ((accepted & own).sum() + ((tried > 0) & own).any())
-
         # What becomes of copies makes nothing older that is known of the draft.
-        every = jnp.arange(KINDS)
-        weight = jnp.where(every < COPIES, kept(~copied & ~placed), kept(copied))
-        weight = jnp.where(every < PLACES, weight, kept(placed))
+        group = (kind >= COPIES).astype(jnp.int32) + (kind >= PLACES)
+        own = group == jnp.arange(3)[:, None]
+        weight = FORGETTING ** ((own & accepted).sum(axis=1) + (own & (tried > 0)).any(axis=1))
+        weight = weight[GROUPS]
         return dataclasses.replace(
             self,
             tried=(self.tried * weight).at[kind].add(tried),
@@ -449,10 +447,6 @@ class AcceptanceStats:
         model, copies = jnp.split(jnp.minimum(rates, 1.0), [COPIES])
         # A longer match is never worth less.
         return jnp.concatenate([model, jax.lax.cummax(copies.reshape(2, -1), axis=1).reshape(-1)])
-
-    def rate(self, kind: Array) -> Array:
-        """`rates` of some kinds, of their shape."""
-        return self.rates()[kind]
 
     def place_ratios(self, beside: float) -> Array:
         """Tokens of a block that were accepted over those that were expected to be, float32 [KINDS - PLACES].
@@ -475,7 +469,7 @@ def init_acceptance() -> AcceptanceStats:
 
 def class_of(logprob: Array) -> Array:
     """The kind of a first choice by a draft's log-probability of it, int32, of any shape."""
-    return jnp.searchsorted(jnp.array(EDGES), jnp.exp(logprob), side="right").astype(jnp.int32)
+    return (jnp.exp(logprob)[..., None] >= jnp.array(EDGES)).sum(axis=-1, dtype=jnp.int32)
 
 
 def copy_kind(length: Array) -> Array:

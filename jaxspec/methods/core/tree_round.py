@@ -203,6 +203,7 @@ class Copied(NamedTuple):
     copies: Copies | None
     candidates: Candidates  # the copies alone; in front, as many proposals that do not exist as a draft may make
     nodes: Nodes
+    rates: Array | None  # of the state's `AcceptanceStats`; None where nothing is learned
 
 
 def find_and_join(settings: TreeSettings, state: TreeState, has_model: bool) -> Copied:
@@ -211,12 +212,12 @@ def find_and_join(settings: TreeSettings, state: TreeState, has_model: bool) -> 
     zero = jnp.zeros(count, jnp.int32)
     nothing = Candidates(zero, zero - 1, zero + 1, jnp.full(count, -jnp.inf))
     none = no_nodes(num_observed(settings, has_model))
-    if settings.copies is None:
-        return Copied(None, nothing, none)
-    assert state.stats is not None
-    copies = find_copies(state.text, state.stats, settings.copies)
-    candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, state.stats)
-    return Copied(copies, candidates, concatenate(none, nodes))
+    rates = None if state.stats is None else state.stats.rates()
+    if settings.copies is None or rates is None:
+        return Copied(None, nothing, none, rates)
+    copies = find_copies(state.text, rates, settings.copies)
+    candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, rates)
+    return Copied(copies, candidates, concatenate(none, nodes), rates)
 
 
 def _search(
@@ -279,12 +280,13 @@ def _weigh(
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Draft as far as it pays: nothing, copies, or a tree of the model that copies join."""
     text, stats, sequence, tree = state.text, state.stats, state.sequence, state.tree
-    assert stats is not None and sequence is not None and tree is not None
-    num_rows, width, mean, copies = settings.num_rows, settings.width, stats.mean_rate(), copied.copies
+    copies, rates = copied.copies, copied.rates
+    assert stats is not None and rates is not None and sequence is not None and tree is not None
+    num_rows, width, mean = settings.num_rows, settings.width, stats.mean_rate()
     length, idle = jnp.arange(1, settings.depth + 1), state.idle + verified.count
     produced = text.length - text.start
     prospect = weigh_prospect(copied.candidates.score, mean**length, length, stats, costs, idle, state.patience)
-    wanted = prospect.wanted
+    wanted, (alone, _, _) = prospect.wanted, keep_best(copied.candidates, costs.rounds)
 
     if state.unfed is None:
         (hidden, cache, passes), own = _catch_up(model, sequence.cache, text, wanted), None
@@ -302,7 +304,7 @@ def _weigh(
         kind = class_of(logprob) + jnp.where(jnp.arange(token.shape[1]) > 0, OTHERS, 0)
         if known is not None:
             kind += jnp.where((here[..., None] == known).any(axis=-1), AGREED, 0)
-        return jnp.where(logprob > -jnp.inf, jnp.log(stats.rate(kind)), -jnp.inf), kind
+        return jnp.where(logprob > -jnp.inf, jnp.log(rates[kind]), -jnp.inf), kind
 
     def judge(grown: Grown, passes: Array) -> _Weighed:
         candidates, made = proposals(grown.tree), grown.tree
@@ -315,7 +317,7 @@ def _weigh(
         covered = jnp.zeros(hashes.shape)  # what copies have below each proposal
         if copies is not None:
             has_row = (made.child_row >= 0).reshape(-1)
-            candidates, others = join(candidates, hashes, has_row, made.size > 0, copies, stats)
+            candidates, others = join(candidates, hashes, has_row, made.size > 0, copies, rates)
             nodes = concatenate(nodes, others)
             chance, parent = jnp.exp(candidates.score[hashes.size :]), candidates.parent[hashes.size :]
             covered = covered.at[jnp.where(parent >= 0, parent, candidates.score.size)].max(chance, mode="drop")
@@ -346,18 +348,17 @@ def _weigh(
         return judged.candidates, judged.nodes, judged.value, judged.goes_on
 
     def draft_nothing() -> tuple[Candidates, Nodes, Array, Array]:
-        candidates, _, _ = keep_best(copied.candidates, costs.rounds)
-        return candidates, copied.nodes, jnp.zeros(tree.rows * tree.branch), jnp.bool_(False)
+        return alone, copied.nodes, jnp.zeros(tree.rows * tree.branch), jnp.bool_(False)
 
     with jax.named_scope("draft/grow"):
         weighed = _Weighed(start, passes, *jax.lax.cond(wanted, draft, draft_nothing))
         weighed = jax.lax.while_loop(lambda weighed: weighed.goes_on, grow, weighed)
-    alone = root_alone(text.token[text.length - 1], num_rows)
+    root = text.token[text.length - 1]
     # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
     batch = jax.lax.cond(
         wanted | (prospect.num_copied > 0),
-        lambda: pack_best(alone.token[0], weighed.candidates, num_rows),
-        lambda: alone,
+        lambda: pack_best(root, weighed.candidates, num_rows),
+        lambda: root_alone(root, num_rows),
     )
     sequence = dataclasses.replace(sequence, cache=weighed.grown.cache)
     state = dataclasses.replace(state, sequence=sequence, tree=weighed.grown.tree, nodes=weighed.nodes)

@@ -307,7 +307,7 @@ def grow_chain(
             (cache.length + 1 + at)[None], vocab, k,
         )  # fmt: skip
         kind = class_of(jnp.log(confidence[0]))
-        first = memory.acceptance.rate(kind)
+        first = memory.acceptance.rates()[kind]
         chance = done.chance * jnp.concatenate([first[None], (1 - first) * ranks])
         children = jnp.array(chain.siblings)[(confidence[0] < jnp.array(LEVELS)).sum()]
         child = possible[0] & (jnp.arange(k) < children)
