@@ -101,11 +101,11 @@ class ReferenceDecoder:
 
         def finish(params, state, hidden, cache, token, history, request):
             position, logits = state.cache.length[None], vocab_logits(params, cfg, hidden)
-            processors, seen, counts = request.processors, history.seen[None], history.counts[None]
+            processors = request.processors
             scores = (
                 clean(logits, vocab),
-                penalise(logits, processors, seen, counts, vocab, position + 1),
-                process(logits, processors, seen, counts, vocab, position + 1),
+                penalise(logits, processors, history.row, vocab, position + 1),
+                process(logits, processors, history.row, vocab, position + 1),
                 gumbel_rows(request.key, position + 1, vocab),
             )
             state = dataclasses.replace(state, cache=commit_rows(cache, jnp.int32(1)))

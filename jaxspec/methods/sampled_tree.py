@@ -175,9 +175,9 @@ def draw_tree(
         """Draw the children of a level from its rows' logits `[w, V_local]`."""
         rows = starts[level] + jnp.arange(logits.shape[0])
         real = jnp.arange(logits.shape[0]) < sizes[level]
-        histories = PathHistory(history, growth.token, on_path).build(request.processors, vocab)
+        histories = PathHistory(history, growth.token, on_path).over(vocab)
         position = jnp.broadcast_to(produced + level, rows.shape)
-        logprob = process(logits, request.processors, histories.seen, histories.counts, vocab, position)
+        logprob = process(logits, request.processors, histories, vocab, position)
         token, valid = draw_children(
             logprob, request.key, position, shape.draws, replacement, request.processors, vocab
         )

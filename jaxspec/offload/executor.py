@@ -205,7 +205,7 @@ class StreamingExecutor(TargetExecutor):
 
             def close_root(params, state, states, request):
                 history, hidden = state.history, finish_rows(params, cfg, states[-1])
-                state, logprob, ranked = take_token(params, target, state, request, history, hidden, state.cache)
+                state, logprob, ranked = take_token(params, target, state, request, history.row, hidden, state.cache)
                 history = update_history(history, state.root[None], jnp.ones(1, bool), target.vocab, generated=True)
                 state = dataclasses.replace(state, history=history)
                 blank = blank_verified(path, num_ranked(target.vocab))

@@ -30,7 +30,7 @@ from jaxspec.models.vocab import VocabShard
 from jaxspec.pytree import pytree
 from jaxspec.sampling.choose import choose, rank_tokens
 from jaxspec.sampling.noise import gumbel_rows, role_key, uniform_at
-from jaxspec.sampling.processors import History, Processors, extend_history, process, update_history
+from jaxspec.sampling.processors import Histories, History, Processors, extend_history, process, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.variant import decide
 from jaxspec.tree.tree import Batch, ancestor_matrix
@@ -55,10 +55,10 @@ class Verified:
     states: Array | None = None
 
 
-# (row, history) -> token, log-probability, batch row of the child that has the token or -1; scalars.
-Decide = Callable[[Array, History], tuple[Array, Array, Array]]
-# (row, history) -> the most probable tokens after that row, [1, K], and their log-probabilities.
-Rank = Callable[[Array, History], tuple[Array, Array]]
+# (row, its history) -> token, log-probability, batch row of the child that has the token or -1; scalars.
+Decide = Callable[[Array, Histories], tuple[Array, Array, Array]]
+# (row, its history) -> the most probable tokens after that row, [1, K], and their log-probabilities.
+Rank = Callable[[Array, Histories], tuple[Array, Array]]
 # Logits of one batch row, [1, V_local].
 RowLogits = Callable[[Array], Array]
 
@@ -77,13 +77,12 @@ def blank_verified(steps: int, ranked: int | None) -> Verified:
 
 
 def walk(
-    decide: Decide, history: History, steps: int, vocab: VocabShard, processors: Processors, rank: Rank | None = None
+    decide: Decide, history: History, steps: int, vocab: VocabShard, rank: Rank | None = None
 ) -> tuple[Verified, History]:
     """Follow decisions from the root until one leads out of the tree.
 
     `history` holds the text so far, the root included; the second result holds the path, too. No path through the batch
-    may be longer than `steps` (P). `processors` say whether penalties look at histories. `rank` gives the most probable
-    tokens after a row; None leaves them out.
+    may be longer than `steps` (P). `rank` gives the most probable tokens after a row; None leaves them out.
     """
 
     def go_on(state: tuple) -> Array:
@@ -93,14 +92,14 @@ def walk(
     def step(state: tuple) -> tuple:
         verified, row = state
         at = verified.count
-        seen = extend_history(history, verified.tokens, at, processors, vocab)
-        token, logprob, child = decide(row, seen)
+        extended = extend_history(history, verified.tokens, at, vocab)
+        token, logprob, child = decide(row, extended)
         verified = Verified(
             tokens=verified.tokens.at[at].set(token),
             count=at + 1,
             path=verified.path.at[at].set(row),
             logprob=verified.logprob.at[at].set(logprob),
-            top=None if rank is None else set_top(verified.top, at, rank(row, seen)),
+            top=None if rank is None else set_top(verified.top, at, rank(row, extended)),
         )
         return verified, child
 
@@ -177,10 +176,9 @@ def children_mask(batch: Batch, row: Array) -> Array:
 def rank_rows(logits: RowLogits, batch: Batch, request: Request, position: Array, vocab: VocabShard) -> Rank:
     """The most probable tokens after each row; arguments as for `match_rule`."""
 
-    def rank(row: Array, history: History) -> tuple[Array, Array]:
-        seen, counts = history.seen[None], history.counts[None]
+    def rank(row: Array, histories: Histories) -> tuple[Array, Array]:
         produced = (position + batch.depth[row] + 1)[None]
-        return rank_tokens(lambda: logits(row), request.processors, seen, counts, produced, vocab, num_ranked(vocab))
+        return rank_tokens(lambda: logits(row), request.processors, histories, produced, vocab, num_ranked(vocab))
 
     return rank
 
@@ -191,10 +189,9 @@ def match_rule(logits: RowLogits, batch: Batch, request: Request, position: Arra
     The batch may be any tree; `position`, int32 [], is the absolute position of its root.
     """
 
-    def decide(row: Array, history: History) -> tuple[Array, Array, Array]:
+    def decide(row: Array, histories: Histories) -> tuple[Array, Array, Array]:
         produced, row_logits = position + batch.depth[row] + 1, logits(row)
-        seen, counts = history.seen[None], history.counts[None]
-        token, logprob = choose(row_logits, request.processors, seen, counts, request.key, produced[None], vocab)
+        token, logprob = choose(row_logits, request.processors, histories, request.key, produced[None], vocab)
         return token[0], logprob[0], find_child(batch, row, token[0])
 
     return decide
@@ -213,10 +210,9 @@ def rejection_rule(
     """
     match = match_rule(logits, batch, request, position, vocab)
 
-    def reject(row: Array, history: History) -> tuple[Array, Array, Array]:
+    def reject(row: Array, histories: Histories) -> tuple[Array, Array, Array]:
         produced = position + batch.depth[row] + 1
-        seen, counts = history.seen[None], history.counts[None]
-        logprob = process(logits(row), request.processors, seen, counts, vocab, produced[None])
+        logprob = process(logits(row), request.processors, histories, vocab, produced[None])
         rows = jnp.arange(batch.rows)
         children = jnp.sort(jnp.where(children_mask(batch, row), rows, batch.rows))[:draws]
         uniform = uniform_at(role_key(request.key, ACCEPT_ROLE), produced, jnp.arange(draws))
@@ -243,13 +239,12 @@ def rejection_rule(
         token = jnp.where(accepted >= 0, batch.token[jnp.maximum(accepted, 0)], drawn[0])
         return token, vocab.take(logprob, token[None])[0], accepted.astype(jnp.int32)
 
-    def decide(row: Array, history: History) -> tuple[Array, Array, Array]:
-        known, hot = request.processors.knows("draws"), jnp.asarray(request.processors.temperature) > 0
-        if known is None:
-            return lax.cond(hot, reject, match, row, history)
-        return (reject if known else match)(row, history)
+    def choose_child(row: Array, histories: Histories) -> tuple[Array, Array, Array]:
+        hot = jnp.asarray(request.processors.temperature) > 0
+        ways = (lambda: reject(row, histories)), (lambda: match(row, histories))
+        return decide(request.processors.knows("draws"), hot, *ways)
 
-    return decide
+    return choose_child
 
 
 def draw_children(

@@ -1,8 +1,7 @@
 """Rule R4: each token is a function of its distribution and of the noise at its position (docs/algorithms.md).
 
-All functions here take logits float32 [T, V_local]; `seen`, bool, and `counts`, int32, both [T or 1, V_local], the
-tokens in prompt, output or the row's own path, and their occurrences in output and path; and `positions`, int32 [T],
-the absolute position of the token that each row chooses. `key` is from `seed_key`.
+All functions here take logits float32 [T, V_local]; `histories` of prompt, output and each row's own path; and
+`positions`, int32 [T], the absolute position of the token that each row chooses. `key` is from `seed_key`.
 """
 
 from collections.abc import Callable
@@ -13,14 +12,14 @@ from jax import Array, lax, named_scope
 
 from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.noise import gumbel_rows
-from jaxspec.sampling.processors import Processors, clean, penalise, score, tidy
+from jaxspec.sampling.processors import Histories, Processors, clean, penalise, score, tidy
 from jaxspec.sampling.variant import decide
 
 Key = Array | np.ndarray
 
 
 def choose(
-    logits: Array, processors: Processors, seen: Array, counts: Array, key: Key, positions: Array, vocab: VocabShard
+    logits: Array, processors: Processors, histories: Histories, key: Key, positions: Array, vocab: VocabShard
 ) -> tuple[Array, Array]:
     """Choose one token per row, int32 [T]: the lowest-id argmax at temperature 0, else argmax(log p + Gumbel noise).
 
@@ -37,11 +36,11 @@ def choose(
         )  # fmt: skip
 
     with named_scope("sampling/choose"):
-        return _rank(best, logits, processors, seen, counts, key, positions, vocab)
+        return _rank(best, logits, processors, histories, key, positions, vocab)
 
 
 def choose_ranked(
-    logits: Array, processors: Processors, seen: Array, counts: Array, key: Key, positions: Array, vocab: VocabShard,
+    logits: Array, processors: Processors, histories: Histories, key: Key, positions: Array, vocab: VocabShard,
     count: int,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """The token that `choose` takes, and those that it would take in turn if the ones before were ruled out.
@@ -57,12 +56,12 @@ def choose_ranked(
 
     with named_scope("sampling/choose_ranked"):
         raw = clean(logits, vocab)
-        token, possible = _rank(best, logits, processors, seen, counts, key, positions, vocab, raw)
+        token, possible = _rank(best, logits, processors, histories, key, positions, vocab, raw)
         return token, possible, jnp.exp(_logprob(raw, token[:, 0], vocab))
 
 
 def rank_draws(
-    logits: Array, processors: Processors, seen: Array, counts: Array, key: Key, positions: Array, vocab: VocabShard,
+    logits: Array, processors: Processors, histories: Histories, key: Key, positions: Array, vocab: VocabShard,
     count: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Likely choices of another model with the same noise: the `count` (k) best ids, int32 [T, k], and their chances.
@@ -79,11 +78,11 @@ def rank_draws(
         return token, value - vocab.log_total(ranks)
 
     with named_scope("sampling/rank_draws"):
-        return _rank(best, logits, processors, seen, counts, key, positions, vocab)
+        return _rank(best, logits, processors, histories, key, positions, vocab)
 
 
 def rank_tokens(
-    logits: Callable[[], Array], processors: Processors, seen: Array, counts: Array, positions: Array,
+    logits: Callable[[], Array], processors: Processors, histories: Histories, positions: Array,
     vocab: VocabShard, count: int,
 ) -> tuple[Array, Array]:  # fmt: skip
     """The `count` (k) most probable tokens under the distribution that `choose` draws from; zeros where nothing asks.
@@ -97,8 +96,8 @@ def rank_tokens(
         scores = decide(
             processors.knows("draws"),
             jnp.asarray(processors.temperature) > 0,
-            lambda: score(rows, processors, seen, counts, vocab, positions),
-            lambda: penalise(rows, processors, seen, counts, vocab, positions),
+            lambda: score(rows, processors, histories, vocab, positions),
+            lambda: penalise(rows, processors, histories, vocab, positions),
         )
         value, token = vocab.top_k(scores, count)
         return token, value - vocab.log_total(scores)
@@ -112,8 +111,8 @@ def rank_tokens(
 
 
 def _rank(
-    best: Callable[[Array, Array], tuple[Array, Array]], logits: Array, processors: Processors, seen: Array,
-    counts: Array, key: Key, positions: Array, vocab: VocabShard, cleaned: Array | None = None,
+    best: Callable[[Array, Array], tuple[Array, Array]], logits: Array, processors: Processors,
+    histories: Histories, key: Key, positions: Array, vocab: VocabShard, cleaned: Array | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Call `best` with scores [T, V_local] and with what orders the tokens: the scores, or scores and noise.
 
@@ -128,11 +127,11 @@ def _rank(
         return best(z, z)
 
     def penalised() -> tuple[Array, Array]:
-        z = penalise(logits, processors, seen, counts, vocab, positions)
+        z = penalise(logits, processors, histories, vocab, positions)
         return best(z, z)
 
     def draw() -> tuple[Array, Array]:
-        scores = score(logits, processors, seen, counts, vocab, positions)
+        scores = score(logits, processors, histories, vocab, positions)
         # The barrier keeps XLA from computing the noise anew in each of the argmax's reductions.
         return best(scores, lax.optimization_barrier(scores + gumbel_rows(key, positions, vocab)))
 

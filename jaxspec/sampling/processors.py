@@ -67,6 +67,15 @@ class History:
     seen: Array  # bool [V_local], tokens in prompt or output
     counts: Array  # int32 [V_local], occurrences in the output
 
+    def row(self) -> "History":
+        """The same with a leading axis of one row."""
+        return jax.tree.map(lambda leaf: leaf[None], self)
+
+
+# What penalties see of T rows: a `History` with a leading axis, T or 1. It is made where a penalty looks and nowhere
+# else: of a large vocabulary even zeros take time in every token.
+Histories = Callable[[], History]
+
 
 def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int, prompt_tokens: int = 0) -> Processors:
     """Turn checked sampling parameters into the processor's arrays.
@@ -141,18 +150,13 @@ def update_history(history: History, tokens: Array, valid: Array, vocab: VocabSh
     return History(seen=seen, counts=counts)
 
 
-def extend_history(history: History, tokens: Array, count: Array, processors: Processors, vocab: VocabShard) -> History:
-    """The history with the first `count` of generated `tokens`, int32 [P]; zeros where no penalty looks.
+def extend_history(history: History, tokens: Array, count: Array, vocab: VocabShard) -> Histories:
+    """The history with the first `count` of generated `tokens`, int32 [P], for one row.
 
     A loop that carried a history would copy it in every turn. It carries its tokens instead, and asks for this.
     """
-
-    def extend() -> History:
-        return update_history(history, tokens, jnp.arange(tokens.shape[0]) < count, vocab, generated=True)
-
-    return decide(
-        processors.knows("penalised"), processors.penalised, extend, lambda: jax.tree.map(jnp.zeros_like, history)
-    )
+    live = jnp.arange(tokens.shape[0]) < count
+    return lambda: update_history(history, tokens, live, vocab, generated=True).row()
 
 
 def allow(logits: Array, masks: Array, vocab: VocabShard) -> Array:
@@ -180,14 +184,15 @@ def tidy(x: Array) -> Array:
 
 
 def penalise(
-    logits: Array, processors: Processors, seen: Array, counts: Array, vocab: VocabShard, positions: Array | None = None
+    logits: Array, processors: Processors, histories: Histories, vocab: VocabShard, positions: Array | None = None
 ) -> Array:
     """Apply penalties, then bias (step 1), and `clean` the result: float32 [T, V_local], -inf or finite.
 
-    `seen`, bool [T or 1, V_local], marks tokens in prompt, output or the row's own path. `counts`, int32 of the same
-    shape, are their occurrences in output and path. `positions`, int32 [T], are the absolute positions of the tokens
-    that the rows choose; None where `first_end` is off.
+    `histories` hold prompt, output and each row's own path. `positions`, int32 [T], are the absolute positions of the
+    tokens that the rows choose; None where `first_end` is off.
     """
+    history = histories()
+    seen, counts = history.seen, history.counts
     z = jnp.where(logits > 0, logits / processors.repetition, logits * processors.repetition)
     z = jnp.where(seen, z, logits)
     z = z - (processors.frequency * counts.astype(jnp.float32) + processors.presence * (counts > 0))
@@ -199,19 +204,19 @@ def penalise(
 
 
 def process(
-    logits: Array, processors: Processors, seen: Array, counts: Array, vocab: VocabShard, positions: Array | None = None
+    logits: Array, processors: Processors, histories: Histories, vocab: VocabShard, positions: Array | None = None
 ) -> Array:
     """Log-probabilities of the next token, float32 [T, V_local]: the one place where distributions are warped.
 
     Removed tokens are -inf; a row in which no token is possible is -inf everywhere. Temperature 0 is read as 1 here:
     greedy choice is `choose`'s. Arguments are those of `penalise`.
     """
-    scores = score(logits, processors, seen, counts, vocab, positions)
+    scores = score(logits, processors, histories, vocab, positions)
     return scores - log_mass(scores, vocab)
 
 
 def score(
-    logits: Array, processors: Processors, seen: Array, counts: Array, vocab: VocabShard, positions: Array | None = None
+    logits: Array, processors: Processors, histories: Histories, vocab: VocabShard, positions: Array | None = None
 ) -> Array:
     """`process` up to a constant per row: the most probable token scores 0, removed tokens -inf.
 
@@ -221,7 +226,7 @@ def score(
         scores = decide(
             processors.knows("penalised"),
             processors.penalised,
-            lambda: shift(penalise(logits, processors, seen, counts, vocab, positions), processors, vocab),
+            lambda: shift(penalise(logits, processors, histories, vocab, positions), processors, vocab),
             lambda: shift(clean(logits, vocab), processors, vocab),
         )
         lowest = decide(

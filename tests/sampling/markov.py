@@ -128,8 +128,7 @@ class Generated(NamedTuple):
 # How children come about.
 def sampled(logits, paths, position, setting, *, replacement=True):
     _, vocab, request, _ = setting
-    history = paths.build(request.processors, vocab)
-    q = process(logits, request.processors, history.seen, history.counts, vocab)
+    q = process(logits, request.processors, paths.over(vocab), vocab)
     draws = setting.mode.shape.draws
     return *draw_children(q, request.key, position, draws, replacement, request.processors, vocab), q
 
@@ -219,7 +218,7 @@ def decode(vocab: VocabShard, mode: Mode, target, draft, processors, fans, fault
         def logits(row):
             return target[table, grown.batch.token[row]][None]
 
-        verified, history = walk(mode.rule(logits, grown, position, setting), history, mode.steps, vocab, processors)
+        verified, history = walk(mode.rule(logits, grown, position, setting), history, mode.steps, vocab)
         tokens = jax.lax.dynamic_update_slice(tokens, verified.tokens, (total,))
         count = verified.count
         return tokens, counts.at[index].set(count), total + count, verified.tokens[count - 1], history
@@ -236,8 +235,8 @@ def decode_plainly(length: int, target, processors, key) -> tuple[jax.Array, jax
     def step(state, index):
         root, history = state
         position = (len(PROMPT) + index)[None]
-        row, seen, counts = target[root][None], history.seen[None], history.counts[None]
-        token, logprob = choose(row, processors, seen, counts, key, position, WHOLE)
+        row = target[root][None]
+        token, logprob = choose(row, processors, history.row, key, position, WHOLE)
         history = update_history(history, token, jnp.ones(1, bool), WHOLE, generated=True)
         return (token[0], history), (token[0], logprob[0])
 

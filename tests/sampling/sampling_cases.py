@@ -43,7 +43,7 @@ def shard_call(function, num_shards, vocab_size, padded_size, in_specs, out_spec
 def _all(vocab, logits, processors, prompt, output, valid, key, positions):
     history = update_history(init_history(vocab), prompt, valid[0], vocab, generated=False)
     history = update_history(history, output, valid[1], vocab, generated=True)
-    rows = logits, processors, history.seen[None], history.counts[None]
+    rows = logits, processors, history.row
     return process(*rows, vocab), *choose(*rows, key, positions, vocab), history
 
 

@@ -233,11 +233,14 @@ def _plant(rule):
         setting = setting._replace(request=dataclasses.replace(setting.request, processors=unheated))
         right = rule(logits, grown._replace(batch=batch), position, setting)
 
-        def decide(row, history):
+        def decide(row, histories):
             def draw(z, key):
                 return vocab.argmax(z + gumbel_rows(key, position[None] + batch.depth[row] + 1, vocab))[0]
 
-            seen = jax.tree.map(lambda old, new: jnp.where(fault == TEXT_ONLY, old, new), grown.history, history)
+            def seen():
+                pick = functools.partial(jnp.where, fault == TEXT_ONLY)
+                return jax.tree.map(pick, grown.history.row(), histories())
+
             token, logprob, child = right(row, seen)
             is_leaf = ~children_mask(batch, row).any()
             token = jnp.where(is_leaf & (fault == RAW_BONUS), draw(logits(row), key), token)

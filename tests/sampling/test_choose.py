@@ -10,21 +10,22 @@ from jaxspec.config import SamplingParams
 from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.choose import choose
 from jaxspec.sampling.noise import seed_key
-from jaxspec.sampling.processors import from_sampling, process, score
+from jaxspec.sampling.processors import History, from_sampling, process, score
 
 _DRAWS = 20_000
 _SMALL = VocabShard(8, 8)
 _LOGITS = np.array([[1.0, 0.2, -0.5, 2.0, 0.2, -3.0, 0.9, 1.0]], np.float32)
-_SEEN = np.array([[True, False, False, True, False, False, False, False]])
-_COUNTS = np.array([[2, 0, 0, 0, 0, 0, 0, 0]], np.int32)
+_HISTORY = History(
+    np.array([True, False, False, True, False, False, False, False]), np.array([2, 0, 0, 0, 0, 0, 0, 0], np.int32)
+)
 
 
 @jax.jit
 def _draw(processors, key):
     positions = np.arange(_DRAWS, dtype=np.int32)
     logits = jax.numpy.broadcast_to(_LOGITS, (_DRAWS, 8))
-    token, _ = choose(logits, processors, _SEEN, _COUNTS, key, positions, _SMALL)
-    return token, process(_LOGITS, processors, _SEEN, _COUNTS, _SMALL)[0]
+    token, _ = choose(logits, processors, _HISTORY.row, key, positions, _SMALL)
+    return token, process(_LOGITS, processors, _HISTORY.row, _SMALL)[0]
 
 
 @pytest.mark.parametrize(
@@ -111,11 +112,11 @@ def test_rows_do_not_depend_on_the_rows_beside_them(size):
     vocab = VocabShard(size, size)
     logits = (np.random.default_rng(2).normal(size=(5, size)) * 3).astype(np.float32)
     processors = from_sampling(SamplingParams(temperature=0.9, top_k=500, top_p=0.95, logprobs=True), size, size)
-    history = np.zeros((1, size), bool), np.zeros((1, size), np.int32)
+    history = History(np.zeros(size, bool), np.zeros(size, np.int32))
 
     @jax.jit
     def both(logits, positions):
-        rows = logits, processors, *history
+        rows = logits, processors, history.row
         return score(*rows, vocab), *choose(*rows, seed_key(1), positions, vocab)
 
     scores, token, logprob = both(logits, np.arange(5, dtype=np.int32))

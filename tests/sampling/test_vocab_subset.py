@@ -160,7 +160,7 @@ def _process(vocab, logits, processors, prompt, output, key, positions):
     text = update_history(init_history(whole), prompt, every, whole, generated=False)
     text = jax.tree.map(vocab.narrow, update_history(text, output[:2], every[:2], whole, generated=True))
     text = update_history(text, output[2:], every[: len(output) - 2], vocab, generated=True)
-    rows = logits, processors, text.seen[None], text.counts[None]
+    rows = logits, processors, text.row
     return process(*rows, vocab), *choose(*rows, key, positions, vocab)
 
 
@@ -168,7 +168,7 @@ def _process_all(vocab, logits, processors, prompt, output, key, positions):
     every = jnp.ones(prompt.shape, bool)
     text = update_history(init_history(vocab), prompt, every, vocab, generated=False)
     text = update_history(text, output, every[: len(output)], vocab, generated=True)
-    rows = logits, processors, text.seen[None], text.counts[None]
+    rows = logits, processors, text.row
     return process(*rows, vocab), *choose(*rows, key, positions, vocab)
 
 

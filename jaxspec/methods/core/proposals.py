@@ -13,7 +13,7 @@ from jaxspec.models.vocab import VocabShard
 from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.choose import choose, rank_draws
-from jaxspec.sampling.processors import History, Processors, clean, log_mass, penalise, shift, update_history
+from jaxspec.sampling.processors import Histories, History, clean, log_mass, penalise, shift, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.sampling.variant import decide
 
@@ -26,18 +26,14 @@ class PathHistory:
     token: Array  # int32 [M], tokens of the tree
     on_path: Array  # bool [w, M], which of them lie below the root on each row's path, the row included
 
-    def build(self, processors: Processors, vocab: VocabShard) -> History:
-        """Histories with a leading axis w; over the columns of `vocab`; zeros where no penalty looks."""
-        rows = self.on_path.shape[0]
+    def over(self, vocab: VocabShard) -> Histories:
+        """Histories of the w rows over the columns of `vocab`."""
 
-        def every() -> History:
+        def build() -> History:
             text = jax.tree.map(vocab.narrow, self.text)
             return jax.vmap(lambda mask: update_history(text, self.token, mask, vocab, generated=True))(self.on_path)
 
-        def nothing() -> History:
-            return jax.tree.map(lambda leaf: jnp.zeros((rows, vocab.local_size), leaf.dtype), self.text)
-
-        return decide(processors.knows("penalised"), processors.penalised, every, nothing)
+        return build
 
 
 # (logits [w, V_local], path histories, request, position int32 [w] of the proposed tokens) -> tokens int32 [w, k],
@@ -70,8 +66,7 @@ def same_draw(vocab: VocabShard, *, scored: bool) -> Propose:
         if scored:
             variant = processors.variant and dataclasses.replace(processors.variant, logprob=True)
             processors = dataclasses.replace(processors, want_logprob=jnp.bool_(True), variant=variant)
-        history = paths.build(processors, vocab)
-        token, logprob = choose(logits, processors, history.seen, history.counts, request.key, position, vocab)
+        token, logprob = choose(logits, processors, paths.over(vocab), request.key, position, vocab)
         return token[:, None], logprob[:, None]
 
     return propose
@@ -96,9 +91,8 @@ def same_draws(vocab: VocabShard, branch: int, *, loss: float = 0.0) -> Propose:
     """
 
     def propose(logits: Array, paths: PathHistory, request: Request, position: Array) -> tuple[Array, Array]:
-        history = paths.build(request.processors, vocab)
-        seen, counts = history.seen, history.counts
-        token, chance = rank_draws(logits, request.processors, seen, counts, request.key, position, vocab, branch)
+        histories = paths.over(vocab)
+        token, chance = rank_draws(logits, request.processors, histories, request.key, position, vocab, branch)
         return token, chance + loss
 
     return propose
@@ -113,11 +107,10 @@ def most_probable(vocab: VocabShard, branch: int, *, loss: float = 0.0, sampling
 
     def propose(logits: Array, paths: PathHistory, request: Request, position: Array) -> tuple[Array, Array]:
         processors = request.processors
-        histories = paths.build(processors, vocab)
         z = decide(
             processors.knows("penalised"),
             processors.penalised,
-            lambda: penalise(logits, processors, histories.seen, histories.counts, vocab, position),
+            lambda: penalise(logits, processors, paths.over(vocab), vocab, position),
             lambda: clean(logits, vocab),
         )
         if not sampling_temperature:

@@ -20,7 +20,7 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.sampling import accept
 from jaxspec.sampling.accept import Decide, RowLogits, Verified
 from jaxspec.sampling.choose import choose, rank_tokens
-from jaxspec.sampling.processors import History, allow, extend_history, update_history
+from jaxspec.sampling.processors import Histories, History, allow, extend_history, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.tree.tree import Batch, ancestor_matrix
 
@@ -114,9 +114,9 @@ def decode_steps(
 
     def step(index: Array, done: tuple[SequenceState, Verified]) -> tuple[SequenceState, Verified]:
         state, verified = done
-        history = extend_history(before, verified.tokens, verified.count, request.processors, target.vocab)
+        histories = extend_history(before, verified.tokens, verified.count, target.vocab)
         state, logprob, ranked, states = next_token(
-            params, target, state, request, history, layers,
+            params, target, state, request, histories, layers,
             None if masks is None else jax.lax.dynamic_slice_in_dim(masks, index, 1),
         )  # fmt: skip
         kept = verified.states
@@ -140,13 +140,13 @@ def decode_steps(
 
 
 def next_token(
-    params: Params, target: Placement, state: SequenceState, request: Request, history: History,
+    params: Params, target: Placement, state: SequenceState, request: Request, histories: Histories,
     layers: tuple[int, ...] = (), mask: Array | None = None,
 ) -> tuple[SequenceState, Array, tuple[Array, Array], Array | None]:  # fmt: skip
     """Run the root through the target and draw the token after it, the new root; for one shard.
 
-    The root sits at position n - 1, which is the cache's length; the new token gets absolute position n. `history`
-    holds the text up to the root; that of the state stays as it is; `mask`, uint32 [1, words], is that of `allow`.
+    The root sits at position n - 1, which is the cache's length; the new token gets absolute position n. `histories`
+    hold the text up to the root; that of the state stays as it is; `mask`, uint32 [1, words], is that of `allow`.
     Returns the state; the token's log-probability under the processed distribution, float32 []; the most probable
     tokens in its place with theirs, [1, K] each, see `rank_tokens`; and the root's hidden states of `layers`, None for
     none.
@@ -155,20 +155,19 @@ def next_token(
     hidden, cache, states = forward_with_states(
         params, target.cfg, state.root[None], position, state.cache, jnp.ones((1, 1), bool), layers
     )
-    return *take_token(params, target, state, request, history, hidden, cache, mask), states
+    return *take_token(params, target, state, request, histories, hidden, cache, mask), states
 
 
 def take_token(
-    params: Params, target: Placement, state: SequenceState, request: Request, history: History, hidden: Array,
+    params: Params, target: Placement, state: SequenceState, request: Request, histories: Histories, hidden: Array,
     cache: KVCache, mask: Array | None = None,
 ) -> tuple[SequenceState, Array, tuple[Array, Array]]:  # fmt: skip
     """The steps of `next_token` after the pass: `hidden` float32 [1, D] is its result, `cache` has its row written."""
     position = state.cache.length[None]
     logits = row_logits(params, target, hidden, mask)
-    seen, counts = history.seen[None], history.counts[None]
     processors, vocab = request.processors, target.vocab
-    token, logprob = choose(logits, processors, seen, counts, request.key, position + 1, vocab)
-    ranked = rank_tokens(lambda: logits, processors, seen, counts, position + 1, vocab, accept.num_ranked(vocab))
+    token, logprob = choose(logits, processors, histories, request.key, position + 1, vocab)
+    ranked = rank_tokens(lambda: logits, processors, histories, position + 1, vocab, accept.num_ranked(vocab))
     state = dataclasses.replace(
         state, cache=commit_rows(cache, jnp.int32(1)), root=token[0], generated=state.generated + 1
     )
@@ -230,8 +229,8 @@ def judge_batch(
         def decide_row(row: Array, row_logits: Array, history: History) -> Any:
             # Of the one row that it is mapped over.
             here = (lambda _: row_logits), draft, request, state.cache.length, target.vocab
-            ranked = accept.rank_rows(here[0], batch, *here[2:])(row, history)
-            return rule(*here)(row, history), ranked
+            ranked = accept.rank_rows(here[0], batch, *here[2:])(row, history.row)
+            return rule(*here)(row, history.row), ranked
 
         def all_logits(rows: tuple[Array, Array | None]) -> Array:
             logits = vocab_logits(params, target.cfg, rows[0])
@@ -265,7 +264,7 @@ def judge_batch(
 
     decide = rule(logits, draft, request, state.cache.length, target.vocab)
     rank = accept.rank_rows(logits, draft.batch, request, state.cache.length, target.vocab)
-    verified, history = accept.walk(decide, state.history, max_path, target.vocab, request.processors, rank)
+    verified, history = accept.walk(decide, state.history, max_path, target.vocab, rank)
     return _commit(state, cache, draft, verified, history)
 
 

@@ -301,9 +301,9 @@ def grow_chain(
             params, cfg, token, (cache.length + at)[None], cache, (place <= at)[None],
             window_position=cache.length + place, offset=at, units=units,
         )  # fmt: skip
-        history = PathHistory(text, done.token[:, 0], (place < at)[None]).build(request.processors, vocab)
+        histories = PathHistory(text, done.token[:, 0], (place < at)[None]).over(vocab)
         choices, possible, confidence = choose_ranked(
-            vocab_logits(params, cfg, hidden), request.processors, history.seen, history.counts, request.key,
+            vocab_logits(params, cfg, hidden), request.processors, histories, request.key,
             (cache.length + 1 + at)[None], vocab, k,
         )  # fmt: skip
         kind = class_of(jnp.log(confidence[0]))
