@@ -237,11 +237,8 @@ def _plant(rule):
             def draw(z, key):
                 return vocab.argmax(z + gumbel_rows(key, position[None] + batch.depth[row] + 1, vocab))[0]
 
-            def seen():
-                pick = functools.partial(jnp.where, fault == TEXT_ONLY)
-                return jax.tree.map(pick, grown.history.row(), histories())
-
-            token, logprob, child = right(row, seen)
+            pick = functools.partial(jnp.where, fault == TEXT_ONLY)
+            token, logprob, child = right(row, lambda: jax.tree.map(pick, grown.history.row(), histories()))
             is_leaf = ~children_mask(batch, row).any()
             token = jnp.where(is_leaf & (fault == RAW_BONUS), draw(logits(row), key), token)
             again = draw(logits(row) / heat, role_key(key, 9))

@@ -15,9 +15,7 @@ from jaxspec.sampling.processors import History, from_sampling, process, score
 _DRAWS = 20_000
 _SMALL = VocabShard(8, 8)
 _LOGITS = np.array([[1.0, 0.2, -0.5, 2.0, 0.2, -3.0, 0.9, 1.0]], np.float32)
-_HISTORY = History(
-    np.array([True, False, False, True, False, False, False, False]), np.array([2, 0, 0, 0, 0, 0, 0, 0], np.int32)
-)
+_HISTORY = History(np.isin(np.arange(8), (0, 3)), np.array([2] + 7 * [0], np.int32))
 
 
 @jax.jit
@@ -103,6 +101,15 @@ def test_a_draw_depends_on_seed_and_position_alone():
     # The same position in another row of the batch, beside another position.
     swapped = run([row, row], params, seed=1, positions=(1, 0))[1]
     np.testing.assert_array_equal(swapped, draws[0][::-1])
+
+
+def test_histories_are_made_where_a_penalty_looks_and_nowhere_else():
+    def run(history):
+        logits, processors = np.zeros((1, 8), np.float32), from_sampling(SamplingParams(), 8, 8)
+        return choose(logits, processors, history.row, seed_key(1), np.zeros(1, np.int32), _SMALL)
+
+    outside = [equation for equation in jax.make_jaxpr(run)(_HISTORY).eqns if equation.primitive.name != "cond"]
+    assert not {out.aval.str_short() for equation in outside for out in equation.outvars} & {"bool[1,8]", "int32[1,8]"}
 
 
 @pytest.mark.thorough
