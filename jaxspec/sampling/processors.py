@@ -188,8 +188,8 @@ def penalise(
 ) -> Array:
     """Apply penalties, then bias (step 1), and `clean` the result: float32 [T, V_local], -inf or finite.
 
-    `histories` hold prompt, output and each row's own path. `positions`, int32 [T], are the absolute positions of the
-    tokens that the rows choose; None where `first_end` is off.
+    `histories` hold prompt, output and each row's own path; they are made here. `positions`, int32 [T], are the
+    absolute positions of the tokens that the rows choose; None where `first_end` is off.
     """
     history = histories()
     seen, counts = history.seen, history.counts

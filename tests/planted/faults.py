@@ -112,7 +112,7 @@ def neighbours_share_noise(right):
 
 def penalties_see_the_prefix(right):
     def walk(decide, history, *rest):
-        return right(lambda row, _: decide(row, history), history, *rest)
+        return right(lambda row, _: decide(row, history.row), history, *rest)
 
     return walk
 

@@ -3,14 +3,18 @@
 import jax
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 from marks import fast_part, quick_part
 from sampling_cases import PADDED, ROWS, SHARDS, VOCAB, run
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.vocab import VocabShard
+from jaxspec.sampling.accept import match_rule, rank_rows, walk
 from jaxspec.sampling.choose import choose
 from jaxspec.sampling.noise import seed_key
 from jaxspec.sampling.processors import History, from_sampling, process, score
+from jaxspec.sampling.request import Request
+from jaxspec.tree.tree import Batch
 
 _DRAWS = 20_000
 _SMALL = VocabShard(8, 8)
@@ -103,13 +107,26 @@ def test_a_draw_depends_on_seed_and_position_alone():
     np.testing.assert_array_equal(swapped, draws[0][::-1])
 
 
-def test_histories_are_made_where_a_penalty_looks_and_nowhere_else():
-    def run(history):
-        logits, processors = np.zeros((1, 8), np.float32), from_sampling(SamplingParams(), 8, 8)
-        return choose(logits, processors, history.row, seed_key(1), np.zeros(1, np.int32), _SMALL)
+def made_outside_branches(jaxpr):
+    """Types of what a program computes outside of branches, in loops, too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name != "cond":
+            yield from (out.aval.str_short() for out in equation.outvars)
+            for inner in jaxprs_in_params(equation.params):
+                yield from made_outside_branches(inner)
 
-    outside = [equation for equation in jax.make_jaxpr(run)(_HISTORY).eqns if equation.primitive.name != "cond"]
-    assert not {out.aval.str_short() for equation in outside for out in equation.outvars} & {"bool[1,8]", "int32[1,8]"}
+
+def test_histories_are_made_where_a_penalty_looks_and_nowhere_else():
+    rows = jax.numpy.arange(4)
+    batch = Batch(rows, jax.numpy.maximum(rows - 1, 0), rows, np.int32(4))
+    request = Request(from_sampling(SamplingParams(), 8, 8), seed_key(1))
+    rule = (lambda row: _LOGITS), batch, request, np.int32(0), _SMALL
+
+    def run(history):
+        return walk(match_rule(*rule), history, 4, _SMALL, rank_rows(*rule))
+
+    made = {*made_outside_branches(jax.make_jaxpr(run)(_HISTORY))}
+    assert "int32[4]" in made and "bool[1,8]" not in made
 
 
 @pytest.mark.thorough

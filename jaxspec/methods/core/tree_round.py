@@ -213,8 +213,9 @@ def find_and_join(settings: TreeSettings, state: TreeState, has_model: bool) -> 
     nothing = Candidates(zero, zero - 1, zero + 1, jnp.full(count, -jnp.inf))
     none = no_nodes(num_observed(settings, has_model))
     rates = None if state.stats is None else state.stats.rates()
-    if settings.copies is None or rates is None:
+    if settings.copies is None:
         return Copied(None, nothing, none, rates)
+    assert rates is not None
     copies = find_copies(state.text, rates, settings.copies)
     candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, rates)
     return Copied(copies, candidates, concatenate(none, nodes), rates)

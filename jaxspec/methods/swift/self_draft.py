@@ -279,7 +279,7 @@ def grow_chain(
     assert state.root is not None and state.history is not None
     cfg, vocab, root, text = target.cfg, target.vocab, state.root, state.history
     n, k = chain.length, chain.branch
-    place, mean = jnp.arange(n, dtype=jnp.int32), memory.acceptance.mean_rate()
+    place, mean, rates = jnp.arange(n, dtype=jnp.int32), memory.acceptance.mean_rate(), memory.acceptance.rates()
     tried, right = memory.ranks
     # Of each further choice where the first one is wrong; their sum is below 1.
     ranks = (right + PRIOR_WEIGHT * PRIOR_SECOND * PRIOR_DECAY ** jnp.arange(k - 1)) / (tried + PRIOR_WEIGHT)
@@ -307,7 +307,7 @@ def grow_chain(
             (cache.length + 1 + at)[None], vocab, k,
         )  # fmt: skip
         kind = class_of(jnp.log(confidence[0]))
-        first = memory.acceptance.rates()[kind]
+        first = rates[kind]
         chance = done.chance * jnp.concatenate([first[None], (1 - first) * ranks])
         children = jnp.array(chain.siblings)[(confidence[0] < jnp.array(LEVELS)).sum()]
         child = possible[0] & (jnp.arange(k) < children)
