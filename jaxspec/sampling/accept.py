@@ -112,12 +112,12 @@ def walk(
 
 # (row, its logits [1, V_local], its history) -> the same as `Decide`, and the most probable tokens after it as `Rank`
 # gives them.
-RowDecide = Callable[[Array, Array, History], tuple[tuple[Array, Array, Array], tuple[Array, Array]]]
+RowDecide = Callable[[Array, Array, Histories], tuple[tuple[Array, Array, Array], tuple[Array, Array]]]
 
 
 def walk_at_once(
     decide_row: RowDecide, logits: Callable[[Any], Array], hidden: Any, batch: Batch, history: History,
-    request: Request, steps: int, vocab: VocabShard,
+    steps: int, vocab: VocabShard,
 ) -> tuple[Verified, History]:  # fmt: skip
     """The result of `walk`, without a loop whose end depends on data: every row decides, and the path is picked out.
 
@@ -128,19 +128,18 @@ def walk_at_once(
       logits: from what `hidden` has of n rows to logits [n, V_local].
       hidden: what the logits of the batch's rows follow from: arrays [bs, ...], such as hidden states.
       batch, history, steps, vocab: as for `walk`.
-      request: says whether penalties look at the rows' paths.
     """
     ancestors = ancestor_matrix(batch.parent, steps - 1)
     place = jnp.arange(batch.rows, dtype=jnp.int32)
     below_root = ancestors & (place > 0)[None, :]  # the root is in the history
-    looks = request.processors.knows("penalised") is not False
 
-    def add(mask: Array) -> History:
-        return update_history(history, batch.token, mask, vocab, generated=True)
+    def decide_with(row: Array, row_logits: Array, path: Array) -> Any:
+        return decide_row(
+            row, row_logits, lambda: update_history(history, batch.token, path, vocab, generated=True).row()
+        )
 
     with jax.named_scope("accept/rows"):
-        own = jax.vmap(add)(below_root) if looks else history
-        decided = jax.vmap(decide_row, in_axes=(0, 0, 0 if looks else None))(place, logits(hidden)[:, None], own)
+        decided = jax.vmap(decide_with)(place, logits(hidden)[:, None], below_root)
     (token, logprob, child), ranked = decided
     with jax.named_scope("accept/path"):
         # A row is reached if each row on its path, itself included, is the child that its parent decided for.

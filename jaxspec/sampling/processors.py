@@ -155,8 +155,7 @@ def extend_history(history: History, tokens: Array, count: Array, vocab: VocabSh
 
     A loop that carried a history would copy it in every turn. It carries its tokens instead, and asks for this.
     """
-    live = jnp.arange(tokens.shape[0]) < count
-    return lambda: update_history(history, tokens, live, vocab, generated=True).row()
+    return lambda: update_history(history, tokens, jnp.arange(tokens.size) < count, vocab, generated=True).row()
 
 
 def allow(logits: Array, masks: Array, vocab: VocabShard) -> Array:

@@ -95,12 +95,6 @@ class PlacedCosts:
     draft: Array  # float32 [], of a draft pass of one row
     draft_overhead: Array  # float32 [], of a draft apart from its passes
 
-    def of_rows(self, drafted: Array) -> Array:
-        """Costs of rounds with so many drafted rows, float32 [n], which may be means or too many; [n], interpolated."""
-        last = self.rounds.shape[0] - 1
-        share = 1 - jnp.abs(jnp.minimum(drafted, last)[:, None] - jnp.arange(last + 1))
-        return (self.rounds * jnp.maximum(share, 0)).sum(axis=1)
-
 
 @dataclasses.dataclass(frozen=True)
 class CostModel:
@@ -205,7 +199,7 @@ def weigh_prospect(
     best = jnp.argmax((1 + tokens) / alone)
     brought, rows, needed = stats.usual_draft(jnp.stack([tokens[best], length[best], passes[best]]).astype(jnp.float32))
     # It joins the copies, of which it brings what they do not have, or takes their rows.
-    joined, own = costs.of_rows(jnp.stack([num_copied + rows, rows]))
+    joined, own = jnp.interp(jnp.stack([num_copied + rows, rows]), jnp.arange(last + 1), costs.rounds)
     drafting = costs.draft_overhead + costs.draft * needed
     speed = jnp.maximum(
         (copy_gain + brought * (1 - first_copy)) / (joined + drafting), (1 + brought) / (own + drafting)
@@ -427,8 +421,7 @@ class AcceptanceStats:
         """
         tried = tried.astype(jnp.float32)
         # What becomes of copies makes nothing older that is known of the draft.
-        group = (kind >= COPIES).astype(jnp.int32) + (kind >= PLACES)
-        own = group == jnp.arange(3)[:, None]
+        own = jnp.array(GROUPS)[kind] == jnp.arange(3)[:, None]
         weight = FORGETTING ** ((own & accepted).sum(axis=1) + (own & (tried > 0)).any(axis=1))
         weight = weight[GROUPS]
         return dataclasses.replace(

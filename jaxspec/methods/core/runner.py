@@ -368,8 +368,10 @@ class SpeculativeRunner(Runner):
         if not forced and ahead is None:
             target, draft, ahead = drafter.draft(params, target, draft, state.verified, request)
         # Rule R4 holds for every tree: where drafts are rejected by chance otherwise, the rule needs no more of it.
-        chain = chain_draft([root, *forced], passes.num_rows)
-        batch = chain if forced or ahead is None else Draft(ahead.batch, ahead.passes)
+        if forced or ahead is None:
+            batch = chain_draft([root, *forced], passes.num_rows)
+        else:
+            batch = Draft(ahead.batch, ahead.passes)
         target, verified, round_ = passes.verify(params.target, target, batch, request, matcher)
         if forced:
             draft = drafter.drop(draft) if ahead is not None else drafter.skip(params, draft, state.verified)

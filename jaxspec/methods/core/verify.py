@@ -226,18 +226,18 @@ def judge_batch(
     # The walk runs plain decoding's own choice of one row, whose bits exact numerics promises.
     if not target.plan.kernels.takes_cpu_forms and batch.rows <= ROWS_AT_ONCE and not target.plan.kernels.exact:
 
-        def decide_row(row: Array, row_logits: Array, history: History) -> Any:
+        def decide_row(row: Array, row_logits: Array, histories: Histories) -> Any:
             # Of the one row that it is mapped over.
             here = (lambda _: row_logits), draft, request, state.cache.length, target.vocab
-            ranked = accept.rank_rows(here[0], batch, *here[2:])(row, history.row)
-            return rule(*here)(row, history.row), ranked
+            ranked = accept.rank_rows(here[0], batch, *here[2:])(row, histories)
+            return rule(*here)(row, histories), ranked
 
         def all_logits(rows: tuple[Array, Array | None]) -> Array:
             logits = vocab_logits(params, target.cfg, rows[0])
             return logits if rows[1] is None else allow(logits, rows[1], vocab)
 
         verified, history = accept.walk_at_once(
-            decide_row, all_logits, (hidden, masks), batch, state.history, request, max_path, target.vocab
+            decide_row, all_logits, (hidden, masks), batch, state.history, max_path, target.vocab
         )
         return _commit(state, cache, draft, verified, history)
     if batch.rows > LAZY_HEAD_ROWS:
