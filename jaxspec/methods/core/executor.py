@@ -26,7 +26,7 @@ from jaxspec.sampling.variant import find_variant
 Checked = tuple[SequenceState, Any, Round]
 Decoded = tuple[SequenceState, Verified, Round, int]
 Meanwhile = Callable[[], None] | None
-# (parameters, state, draft, request) -> `Checked`
+# (parameters, state, draft, request, states that may be written over, or none) -> `Checked`
 Check = Callable[..., Checked]
 
 
@@ -124,10 +124,10 @@ class ResidentExecutor(TargetExecutor):
             state, verified = decode_steps(params, target, state, request, steps, max_path, layers)
             return state, dataclasses.replace(verified, top=None), pack_round(verified, 0, 0, 0)
 
-        def check(params, state, draft, request):
+        def check(params, state, draft, request, states=None):
             state, verified, round_ = verify(
                 params, target, state, receive(draft) if receive else draft, request, max_path=max_path, rule=rule,
-                dynamic_rows=dynamic_rows, idle_steps=idle_steps if may_idle else 0, layers=layers,
+                dynamic_rows=dynamic_rows, idle_steps=idle_steps if may_idle else 0, layers=layers, states=states,
             )  # fmt: skip
             return state, reply(verified) if reply else verified, round_
 

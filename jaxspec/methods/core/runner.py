@@ -384,7 +384,7 @@ class SpeculativeRunner(Runner):
     def dispatch_rounds(
         self, params: ModelParams, target: SequenceState, draft: Any, verified: Verified, request: Request, count: int
     ) -> tuple[SequenceState, Any, Verified, Round]:
-        """Dispatch `count` rounds at once; `target` and `draft` are donated."""
+        """Dispatch `count` rounds at once; `target`, `draft` and `verified` are donated."""
         assert self.shared_rounds is not None
         model = () if self.drafter.placement is None else params.draft
         return self.shared_rounds(
@@ -449,7 +449,7 @@ def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, stat
         def run(done: tuple) -> tuple:
             number, target_state, draft_state, verified, found = done
             draft_state, batch = propose(draft_params, draft_state, verified, target_state.history, request, operands)
-            target_state, verified, round_ = check(params, target_state, batch, request)
+            target_state, verified, round_ = check(params, target_state, batch, request, verified.states)
             found = jax.tree.map(lambda all_, new: all_.at[number].set(new), found, round_)
             return number + 1, target_state, draft_state, verified, found
 
@@ -463,4 +463,4 @@ def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, stat
         target.array((), jnp.int32),
     ]  # fmt: skip
     out = executor.state, state, executor.verified, several
-    return Program("rounds", rounds, target.plan, args, out, donate=[2, 3])
+    return Program("rounds", rounds, target.plan, args, out, donate=[2, 3, 4])

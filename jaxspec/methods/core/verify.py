@@ -65,7 +65,7 @@ def match(logits: RowLogits, draft: Draft, request: Request, position: Array, vo
 
 def verify(
     params: Params, target: Placement, state: SequenceState, draft: Draft, request: Request, *, max_path: int,
-    rule: Rule, dynamic_rows: bool, idle_steps: int, layers: tuple[int, ...] = (),
+    rule: Rule, dynamic_rows: bool, idle_steps: int, layers: tuple[int, ...] = (), states: Array | None = None,
 ) -> tuple[SequenceState, Verified, Round]:  # fmt: skip
     """Run a batch through the target, accept what its distribution confirms, commit; written for one shard.
 
@@ -73,13 +73,16 @@ def verify(
     rows cost less, for batches that often have few; it takes more to compile. `idle_steps` is the most tokens that are
     decoded where the batch is the root alone; 0 verifies that batch like any other. It takes a loop of data-dependent
     length, for which the host of an accelerator would wait. `layers` are the hidden states that a draft takes, see
-    `forward_with_states`.
+    `forward_with_states`; `states`, those of the round before, may be written over.
     """
     alone = draft.batch.count == 1
     before = state.idle
 
-    def verify_batch(state: SequenceState) -> tuple[SequenceState, Verified, Round]:
-        return _verify_batch(params, target, state, draft, request, max_path, rule, dynamic_rows, layers)
+    def verify_batch(state: SequenceState, turn: Array | int = 0) -> tuple[SequenceState, Verified, Round]:
+        # XLA does not know that the turn is 0: it would embed the batch before the loop, which plain rounds spare.
+        batch = jax.tree.map(lambda leaf: leaf + turn, draft.batch)
+        own = dataclasses.replace(draft, batch=batch)
+        return _verify_batch(params, target, state, own, request, max_path, rule, dynamic_rows, layers)
 
     if not idle_steps:
         state, verified, round_ = verify_batch(state)
@@ -87,11 +90,11 @@ def verify(
     # A pass of one row costs less than a batch of which one row is active.
     several = jnp.where(state.idle >= IDLE_ROUNDS, jnp.minimum(request.left(state.generated), idle_steps), 1)
     steps = jnp.where(alone, several, 0)
-    state, verified = decode_steps(params, target, state, request, steps, max_path, layers)
+    state, verified = decode_steps(params, target, state, request, steps, max_path, layers, states=states)
     round_, verified = pack_round(verified, 0, 0, draft.passes), dataclasses.replace(verified, top=None)
     # A loop of at most one turn: XLA would copy the cache for a conditional.
     state, verified, round_ = jax.lax.fori_loop(
-        0, (~alone).astype(jnp.int32), lambda _, done: verify_batch(done[0]), (state, verified, round_)
+        0, (~alone).astype(jnp.int32), lambda turn, done: verify_batch(done[0], turn), (state, verified, round_)
     )
     return dataclasses.replace(state, idle=count_idle(before, alone, verified)), verified, round_
 
@@ -103,9 +106,9 @@ def count_idle(idle: Array, alone: Array, verified: Verified) -> Array:
 
 def decode_steps(
     params: Params, target: Placement, state: SequenceState, request: Request, steps: Array | int, max_path: int,
-    layers: tuple[int, ...] = (), masks: Array | None = None,
+    layers: tuple[int, ...] = (), masks: Array | None = None, states: Array | None = None,
 ) -> tuple[SequenceState, Verified]:  # fmt: skip
-    """Decode `steps` tokens without a draft, at most `max_path`; for one shard. For `layers` see `verify`.
+    """Decode `steps` tokens without a draft, at most `max_path`; for one shard. For `layers` and `states` see `verify`.
 
     `masks`, uint32 [>= steps, words], say which tokens each step may take (`allow`); None allows all of them.
     """
@@ -131,7 +134,8 @@ def decode_steps(
 
     blank = accept.blank_verified(max_path, accept.num_ranked(target.vocab))
     if layers:
-        blank = dataclasses.replace(blank, states=jnp.zeros((max_path, target.cfg.states_dim(layers))))
+        empty = (max_path, target.cfg.states_dim(layers))
+        blank = dataclasses.replace(blank, states=jnp.zeros(empty) if states is None else states)
     with jax.named_scope("decode"):
         state, verified = jax.lax.fori_loop(0, steps, step, (dataclasses.replace(state, history=ABSENT), blank))
     new = jnp.arange(max_path) < verified.count
