@@ -126,10 +126,9 @@ def find_copies(text: Text, rates: Array, settings: CopySettings) -> Copies:
     # An occurrence is known by its last position; it is compared backwards with the end of the text.
     matched, going = jnp.zeros_like(place), place < last
     for back in range(settings.ngram):
-        shifted = jnp.roll(text.token, back)
         # Nothing is compared past the beginning of this text or of an earlier one.
-        inside = (place >= back) & (last - back >= text.start)
-        going &= (shifted == text.token[jnp.maximum(last - back, 0)]) & inside
+        shifted = jax.lax.pad(text.token, jnp.int32(-1), [(back, -back, 0)])
+        going &= (shifted == text.token[jnp.maximum(last - back, 0)]) & (last - back >= text.start)
         matched += going
     matched = jnp.where((place < text.start) & (matched < min(EARLIER_MATCH, settings.ngram)), 0, matched)
     # XLA sorts all of an array of integers on a CPU, and none of floats, which hold these integers exactly up to 2**24:
