@@ -50,8 +50,8 @@ class Verified:
     # The most probable tokens at the place of each token: int32 [P, K] and their log-probabilities, float32 [P, K]; see
     # `rank_tokens`. None once the round is packed.
     top: tuple[Array, Array] | None = None
-    # float32 [P, n * D], hidden states of the target beside each other, of the row that each token was drawn after.
-    # None where no draft takes them.
+    # float32 [P, n * D], hidden states of the target beside each other, of the row that each token was drawn after;
+    # arbitrary after `count`. None where no draft takes them.
     states: Array | None = None
 
 

@@ -271,13 +271,15 @@ class Steps:
             state, draft=self.runner.drafter.fill(self.params, state.draft, pending), host=HostState()
         )
 
-    def step(self):
-        """Run a round; returns its tokens."""
-        self.state, round_, _ = self.runner.round(self.params, self.state, self.request, 1)
-        (self.output,) = read_rounds(round_)
-        self.runner.observe(self.state, [self.output])
-        self.text += self.output.tokens
-        return list(self.output.tokens)
+    def step(self, room=1):
+        """Run a round, or the rounds of a dispatch with more `room`; returns their tokens."""
+        self.state, rounds, _ = self.runner.round(self.params, self.state, self.request, room)
+        outputs = read_rounds(rounds)
+        self.runner.observe(self.state, outputs)
+        self.output = outputs[-1]
+        tokens = [token for output in outputs for token in output.tokens]
+        self.text += tokens
+        return tokens
 
     def take_states(self):
         """Have the draft take the hidden states that are kept for it, if any are; returns whether that may be."""

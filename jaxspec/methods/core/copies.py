@@ -126,7 +126,7 @@ def find_copies(text: Text, rates: Array, settings: CopySettings) -> Copies:
     # An occurrence is known by its last position; it is compared backwards with the end of the text.
     matched, going = jnp.zeros_like(place), place < last
     for back in range(settings.ngram):
-        # Nothing is compared past the beginning of this text or of an earlier one.
+        # Nothing is compared past the beginning of this text or of an earlier one: no token of this text equals -1.
         shifted = jax.lax.pad(text.token, jnp.int32(-1), [(back, -back, 0)])
         going &= (shifted == text.token[jnp.maximum(last - back, 0)]) & (last - back >= text.start)
         matched += going

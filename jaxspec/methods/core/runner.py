@@ -37,7 +37,7 @@ from jaxspec.results import Choice
 from jaxspec.runtime import trace
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.runtime.transfer import place, read_scalar
+from jaxspec.runtime.transfer import read_scalar
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request, request_shapes
 
@@ -200,7 +200,6 @@ class SpeculativeRunner(Runner):
             rule=rule, dynamic_rows=dynamic_rows, idle_steps=self.drafter.idle_steps, layers=layers,
             chunk_slots=self.drafter.slots if layers else 0,
         )  # fmt: skip
-        self._none = place(np.int32(0), self.executor.verified.count.sharding)
         self.held = (self.executor.state, self.drafter.state, self.drafter.shapes, self.executor.verified)
         self.programs = (*self.executor.programs, *self.drafter.programs)
         # Programs of one round; where rounds share a dispatch, measurements and traces alone run them.
@@ -378,7 +377,7 @@ class SpeculativeRunner(Runner):
         if drafter.drops:
             # While the host reads the round; where forced tokens follow, it is not used.
             target, draft, host.ahead = drafter.draft(params, target, draft, verified, request)
-            verified = dataclasses.replace(verified, count=self._none)
+            verified = dataclasses.replace(verified, count=np.int32(0))
         return SpeculativeState(target, draft, verified, host), round_
 
     def dispatch_rounds(

@@ -25,7 +25,6 @@ from jaxspec.methods.core.tree_round import (
     TreeState,
     blank_nodes,
     draft_round,
-    empty_tree,
     take_in,
 )
 from jaxspec.methods.core.verify import Draft, draft_shapes
@@ -35,6 +34,7 @@ from jaxspec.runtime.transfer import place, place_like, read_scalar, zeros_of
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import history_shapes
 from jaxspec.sampling.request import Request, request_shapes
+from jaxspec.tree.tree import init_tree
 
 # Tokens for which a weighed draft need not take hidden states, and rounds (of P tokens) that are added to them.
 UNFED_TOKENS, UNFED_ROUNDS = 64, 4
@@ -70,10 +70,6 @@ class TreeDrafter(Drafter):
             self._sequence = ModelSequence(placement, slots, "draft", keeps_text=False)
             self.programs = tuple(self._sequence.programs)
             sequence = self._sequence.state
-        # A draft that is fed hidden states keeps no rows of a tree, see `take_in`.
-        keeps_tree = has_model and not self._is_fed
-        if keeps_tree:
-            tree = placement.replicated(jax.eval_shape(lambda: empty_tree(settings)))
         self.skips = self.drops = settings.weighs or not has_model
         path, unfed = verified.tokens.shape[0], None
         if self._is_fed and settings.weighs and not settings.places:
@@ -81,6 +77,9 @@ class TreeDrafter(Drafter):
             self.unfed_rows = path * (UNFED_ROUNDS + -(-UNFED_TOKENS // path))
             states = placement.array((self.unfed_rows, verified.states.shape[1]), jnp.float32)
             unfed = Unfed(states, placement.array((), jnp.int32))
+        keeps_tree = has_model and not settings.places and unfed is None
+        if keeps_tree:
+            tree = placement.replicated(jax.eval_shape(lambda: init_tree(settings.tree_rows, settings.branch)))
         # An assistant takes a prompt by copying its keys.
         features = placement.cfg.features if has_model else None
         self.rests = has_model and settings.weighs and not settings.places
@@ -90,7 +89,7 @@ class TreeDrafter(Drafter):
 
         def begin(sequence, stats):
             text = Text(jnp.zeros(capacity, jnp.int32), jnp.int32(0), jnp.int32(0))
-            tree = empty_tree(settings) if keeps_tree else None
+            tree = init_tree(settings.tree_rows, settings.branch) if keeps_tree else None
             first = jnp.int32(FIRST_PATIENCE)
             nodes = blank_nodes(settings, has_model) if settings.learns else None
             nothing = None if unfed is None else Unfed(jnp.zeros(unfed.states.shape), jnp.int32(0))

@@ -124,7 +124,8 @@ class TreeState:
 
     text: Text  # the verified tokens
     sequence: SequenceState | None  # the draft's; its cache may lack the last verified tokens
-    tree: Tree | None  # of the last round, whose nodes lie in the cache's window; see `take_in`
+    # Of the last round; its nodes lie in the cache's window. None for a draft with `unfed`, which keeps none of them.
+    tree: Tree | None
     stats: AcceptanceStats | None
     nodes: Nodes | None  # of the last round
     idle: Array  # int32 [], tokens since the draft ran
@@ -185,7 +186,8 @@ def draft_round(
     if model is not None and costs is None:
         grown, sequence, passes = _search(model, settings, state, verified, history, reached, root)
         batch = select_batch(grown.tree, settings.num_rows)
-        return keep_grown(state, sequence, grown), Draft(batch, passes)
+        sequence = dataclasses.replace(sequence, cache=grown.cache)
+        return dataclasses.replace(state, sequence=sequence, tree=grown.tree), Draft(batch, passes)
     copied = find_and_join(settings, state, model is not None)
     if model is not None and costs is not None:
         return _weigh(model, settings, state, verified, history, costs, copied)
@@ -231,11 +233,12 @@ def _search(
     """
     assert state.sequence is not None
     budget, depth, min_score = settings.num_rows - 1, settings.depth, settings.min_score
+    tree = init_tree(settings.tree_rows, settings.branch)
     if taken is None:
         root = run_root(model.params, model.placement.cfg, state.sequence, verified, reached)
     else:
         root = Root(verified.tokens[verified.count - 1], *taken, state.sequence, state.sequence.seen)
-    tree, _ = plant_children(model, empty_tree(settings), root.token, root.hidden, history, root.produced)
+    tree, _ = plant_children(model, tree, root.token, root.hidden, history, root.produced)
     states = spread_states(root.states, tree)
 
     def go_on(carry: tuple) -> Array:
@@ -279,8 +282,8 @@ def _weigh(
     costs: PlacedCosts, copied: Copied,
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Draft as far as it pays: nothing, copies, or a tree of the model that copies join."""
-    text, stats, sequence, tree = state.text, state.stats, state.sequence, empty_tree(settings)
-    copies, rates = copied.copies, copied.rates
+    text, stats, sequence = state.text, state.stats, state.sequence
+    copies, rates, tree = copied.copies, copied.rates, init_tree(settings.tree_rows, settings.branch)
     assert stats is not None and rates is not None and sequence is not None
     num_rows, width, mean = settings.num_rows, settings.width, stats.mean_rate()
     length, idle = jnp.arange(1, settings.depth + 1), state.idle + verified.count
@@ -359,7 +362,9 @@ def _weigh(
         lambda: pack_best(root, weighed.candidates, num_rows),
         lambda: root_alone(root, num_rows),
     )
-    state = dataclasses.replace(keep_grown(state, sequence, weighed.grown), nodes=weighed.nodes)
+    sequence, kept = dataclasses.replace(sequence, cache=weighed.grown.cache), weighed.grown.tree
+    kept = None if state.tree is None else kept
+    state = dataclasses.replace(state, sequence=sequence, tree=kept, nodes=weighed.nodes)
     # Drafts in a row lack no tokens that plain rounds decoded.
     state = note_draft(state, prospect, weighed.candidates.score, weighed.passes - caught_up, idle)
     return state, Draft(batch, weighed.passes)
@@ -379,17 +384,6 @@ def note_draft(state: TreeState, prospect: Prospect, score: Array, passes: Array
         idle=jnp.where(prospect.wanted, 0, idle),
         patience=jnp.where(prospect.pays, FIRST_PATIENCE, backoff),
     )
-
-
-def empty_tree(settings: TreeSettings) -> Tree:
-    """A tree without nodes."""
-    return init_tree(settings.tree_rows, settings.branch)
-
-
-def keep_grown(state: TreeState, sequence: SequenceState, grown: Grown) -> TreeState:
-    """The state with the cache of what was grown, and its tree where rows of it may be kept."""
-    sequence = dataclasses.replace(sequence, cache=grown.cache)
-    return dataclasses.replace(state, sequence=sequence, tree=None if state.tree is None else grown.tree)
 
 
 def spread_states(own: Array | None, tree: Tree) -> Array | None:

@@ -73,13 +73,13 @@ def verify(
     rows cost less, for batches that often have few; it takes more to compile. `idle_steps` is the most tokens that are
     decoded where the batch is the root alone; 0 verifies that batch like any other. It takes a loop of data-dependent
     length, for which the host of an accelerator would wait. `layers` are the hidden states that a draft takes, see
-    `forward_with_states`; `states`, those of the round before, may be written over.
+    `forward_with_states`; `states`, those of the round before, may be written over and stay after `count`.
     """
     alone = draft.batch.count == 1
     before = state.idle
 
     def verify_batch(state: SequenceState, turn: Array | int = 0) -> tuple[SequenceState, Verified, Round]:
-        # XLA does not know that the turn is 0: it would embed the batch before the loop, which plain rounds spare.
+        # The batch depends on the turn, which is 0: else XLA embeds it before the loop, and plain rounds pay for that.
         batch = jax.tree.map(lambda leaf: leaf + turn, draft.batch)
         own = dataclasses.replace(draft, batch=batch)
         return _verify_batch(params, target, state, own, request, max_path, rule, dynamic_rows, layers)
