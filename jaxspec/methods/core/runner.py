@@ -37,7 +37,7 @@ from jaxspec.results import Choice
 from jaxspec.runtime import trace
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.runtime.transfer import place, read_scalar
+from jaxspec.runtime.transfer import read_scalar, zeros_of
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request, request_shapes
 
@@ -377,7 +377,7 @@ class SpeculativeRunner(Runner):
         if drafter.drops:
             # While the host reads the round; where forced tokens follow, it is not used.
             target, draft, host.ahead = drafter.draft(params, target, draft, verified, request)
-            verified = dataclasses.replace(verified, count=place(np.int32(0), verified.count.sharding))
+            verified = dataclasses.replace(verified, count=zeros_of(verified.count))
         return SpeculativeState(target, draft, verified, host), round_
 
     def dispatch_rounds(

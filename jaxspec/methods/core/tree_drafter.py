@@ -77,8 +77,7 @@ class TreeDrafter(Drafter):
             self.unfed_rows = path * (UNFED_ROUNDS + -(-UNFED_TOKENS // path))
             states = placement.array((self.unfed_rows, verified.states.shape[1]), jnp.float32)
             unfed = Unfed(states, placement.array((), jnp.int32))
-        keeps_tree = has_model and not settings.places and unfed is None
-        if keeps_tree:
+        if has_model and not settings.places and unfed is None:
             tree = placement.replicated(jax.eval_shape(lambda: init_tree(settings.tree_rows, settings.branch)))
         # An assistant takes a prompt by copying its keys.
         features = placement.cfg.features if has_model else None
@@ -89,11 +88,11 @@ class TreeDrafter(Drafter):
 
         def begin(sequence, stats):
             text = Text(jnp.zeros(capacity, jnp.int32), jnp.int32(0), jnp.int32(0))
-            tree = init_tree(settings.tree_rows, settings.branch) if keeps_tree else None
+            blank = None if tree is None else init_tree(settings.tree_rows, settings.branch)
             first = jnp.int32(FIRST_PATIENCE)
             nodes = blank_nodes(settings, has_model) if settings.learns else None
             nothing = None if unfed is None else Unfed(jnp.zeros(unfed.states.shape), jnp.int32(0))
-            return TreeState(text, sequence, tree, stats, nodes, idle=first, patience=first, unfed=nothing)
+            return TreeState(text, sequence, blank, stats, nodes, idle=first, patience=first, unfed=nothing)
 
         def create(sequence):
             return begin(sequence, init_acceptance() if settings.learns else None)

@@ -362,8 +362,8 @@ def _weigh(
         lambda: pack_best(root, weighed.candidates, num_rows),
         lambda: root_alone(root, num_rows),
     )
-    sequence, kept = dataclasses.replace(sequence, cache=weighed.grown.cache), weighed.grown.tree
-    kept = None if state.tree is None else kept
+    sequence = dataclasses.replace(sequence, cache=weighed.grown.cache)
+    kept = None if state.tree is None else weighed.grown.tree
     state = dataclasses.replace(state, sequence=sequence, tree=kept, nodes=weighed.nodes)
     # Drafts in a row lack no tokens that plain rounds decoded.
     state = note_draft(state, prospect, weighed.candidates.score, weighed.passes - caught_up, idle)
