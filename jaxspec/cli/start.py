@@ -8,6 +8,7 @@ or a library that prints would write into it.
 import atexit
 import functools
 import importlib
+import io
 import os
 import signal
 import sys
@@ -31,9 +32,11 @@ def begin() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    if sys.stdin is None:
+        sys.stdin = io.TextIOWrapper(io.BytesIO())  # it ends at once, even where a container's null device is a file
+    for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
 
 
 def leave_interrupted() -> "NoReturn":
