@@ -163,9 +163,9 @@ class Program:
         digest, future = self._coming.get(variant, (None, None))
         if digest is None or future is None:
             return None
-        if future.cancel():
+        if not future.done() and future.cancel():
             self.load(digest, variant)
-        else:
+        elif not future.cancelled():  # else an earlier call did it
             future.result()
         return digest
 
