@@ -5,6 +5,7 @@ The file exceeds 400 lines because sessions and the engine that keeps their buff
 
 import collections
 import dataclasses
+import functools
 import itertools
 import secrets
 from collections.abc import Callable, Sequence
@@ -50,7 +51,7 @@ class IdleSession:
     tokens: tuple[int, ...]  # the caches hold all but the last; empty where nothing is to be reused
     state: Any
 
-    @property
+    @functools.cached_property
     def num_bytes(self) -> int:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state))
 
@@ -311,12 +312,13 @@ class Session:
         self.limit = engine.token_limit(prompt, sampling)  # most tokens that it emits
         self.num_emitted = 0
         runner = self._runner
-        self._request = runner.place_request(dataclasses.replace(sampling, max_tokens=self.limit), seed, len(prompt))
         self._wants_top = sampling.num_logprobs > 0
         tokens = self._next_piece(common)
         buffers = runner.start(0, None) if buffers is None else buffers
         self.num_cached = runner.num_cached(buffers, common, len(tokens) - 1)  # prompt tokens not computed again
         self._state = runner.resume(params, buffers, tokens, common)
+        # After the dispatch, so that the prompt does not wait for it.
+        self._request = runner.place_request(dataclasses.replace(sampling, max_tokens=self.limit), seed, len(prompt))
         self._matcher = matcher
         # Under a constraint the host needs the tokens of a round before it can dispatch the next.
         self._most_in_flight = runner.in_flight if matcher is None else 1

@@ -65,7 +65,8 @@ struct Part {
 // Which tokens each row sees.
 class Visible {
  public:
-  Visible(const AttentionShape& s, const uint8_t* mask, const int32_t* position) : shape_(s), rows_(s.rows) {
+  Visible(const AttentionShape& s, const uint8_t* mask, const int32_t* position)
+      : shape_(s), causal_(!mask), rows_(s.rows) {
     for (int64_t t = 0; t < s.rows; t++) {
       Row& row = rows_[t];
       row.begin = static_cast<int64_t>(slots_.size());
@@ -94,9 +95,9 @@ class Visible {
   int begin(int64_t t, int64_t chunk) const { return cut(rows_[t].first - chunk * kChunk); }
   int end(int64_t t, int64_t chunk) const { return cut(rows_[t].end - chunk * kChunk); }
 
-  // Whether the row sees all of the chunk, and all of it in the prefix.
-  bool in_prefix(int64_t t, int64_t chunk) const {
-    return rows_[t].first <= chunk * kChunk && (chunk + 1) * kChunk <= shape_.length;
+  // Whether the row sees all of the chunk, in the slots of the same numbers: in the prefix, or in a causal chunk.
+  bool in_order(int64_t t, int64_t chunk) const {
+    return rows_[t].first <= chunk * kChunk && (chunk + 1) * kChunk <= (causal_ ? rows_[t].end : shape_.length);
   }
 
   int64_t slot(int64_t t, int64_t token) const {
@@ -122,6 +123,7 @@ class Visible {
   static int cut(int64_t place) { return static_cast<int>(std::clamp<int64_t>(place, 0, kChunk)); }
 
   AttentionShape shape_;
+  bool causal_;
   std::vector<Row> rows_;
   std::vector<int32_t> slots_;
 };
@@ -299,7 +301,6 @@ inline void merge(float* into, const float* next, int64_t width) {
   for (int64_t h = 0; h < width; h++) into[2 + h] = into[2 + h] * factors[0] + next[2 + h] * factors[1];
 }
 
-
 template <class Element>
 const char* attend_all(ThreadPool& pool, int64_t threads, const AttentionShape& s, const float* qkv, const float* cos,
                            const float* sin, const uint8_t* mask, const int32_t* position, uint8_t* key, uint8_t* value,
@@ -362,7 +363,7 @@ const char* attend_all(ThreadPool& pool, int64_t threads, const AttentionShape& 
                       own, part_size);
     };
     bool together = true;
-    for (int64_t t = first; t < first + rows; t++) together = together && visible.in_prefix(t, chunk);
+    for (int64_t t = first; t < first + rows; t++) together = together && visible.in_order(t, chunk);
     if (together) return attend_rows(first, rows);
     for (int64_t t = first; t < first + rows; t++) attend_rows(t, 1);
   };
