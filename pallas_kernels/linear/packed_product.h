@@ -19,7 +19,7 @@ constexpr int kChunk = 4;
 #if defined(__AVX512F__)
 constexpr int kPackedRows = 8, kDirect = 8;
 #elif defined(__AVX2__)
-constexpr int kPackedRows = 16, kDirect = 3;
+constexpr int kPackedRows = 16, kDirect = 4;
 #elif defined(__ARM_FEATURE_DOTPROD)
 constexpr int kPackedRows = 4, kDirect = 4;
 #else
@@ -36,14 +36,12 @@ constexpr int kAmxRows = 16;
 inline int64_t next_tile(int64_t left, int parts) {
   return kAmx && parts == 1 && left >= kAmxRows ? kAmxRows : std::min<int64_t>(kPackedRows, left);
 }
-
 // A lambda whose indices are constants must not become a call.
 #define JAXSPEC_INLINE __attribute__((always_inline))
 
 namespace detail {
 
 struct WideGroupTag;
-
 // A tile of `rows` quantised rows. For each unit of 32 inputs and each row in turn: 32 codes of one byte, or of two as
 // `store_rounded_16` writes them; the scale; the sum of the numbers that the codes stand for; and for each part of a
 // unit what is added to an integer sum, which takes the weights' code that means zero into account.
@@ -95,9 +93,8 @@ void quantise_unit(const WeightFormat& format, const float* x, int64_t unit, int
     std::memset(codes, 0, kPlanes * kUnit);
     out.scale[at] = bits >= 0x7F800000u ? std::nanf("") : 0.0f;
   } else {
-    constexpr float kMost = kPlanes == 1 ? 127.0f : 127.0f * 256;
-    const float reciprocal = kMost / largest;
-    out.scale[at] = largest / kMost;
+    const float reciprocal = format.most / largest;
+    out.scale[at] = largest / format.most;
     for (int half = 0; half < 2; half++) {
       const Lanes exact = load(x + kLanes * half) * set(reciprocal);
       if constexpr (kPlanes == 1) {
@@ -168,14 +165,7 @@ template <class Format>
 template <int kBits, int kQuads, int kRows, class Codes>
 [[gnu::always_inline]] inline void add_products(Int32s (&sums)[kRows], const Codes& codes, const int8_t* x,
                                                 int stride) {
-  if constexpr (kPairs && kBits == 8) {
-    // Halves of four bits, the upper ones first.
-    Int32s upper[kRows];
-    for (int r = 0; r < kRows; r++) upper[r] = set_ints(0);
-    add_products<4, kQuads>(upper, [&](int i) JAXSPEC_INLINE { return keep(shift_right(codes(i), 4), 15); }, x, stride);
-    for (int r = 0; r < kRows; r++) sums[r] = sums[r] + shift_left(upper[r], 4);
-    add_products<4, kQuads>(sums, [&](int i) JAXSPEC_INLINE { return keep(codes(i), 15); }, x, stride);
-  } else if constexpr (kPairs) {
+  if constexpr (kPairs) {
     // Sixteen bits hold so many sums of two products, each up to 2 * 127 * (2^kBits - 1).
     constexpr int kTogether = std::min(kQuads, kBits == 4 ? 8 : kBits == 5 ? 4 : 2);
 #pragma GCC unroll 8
@@ -287,6 +277,8 @@ template <class Format, int kPlanes, int kRows>
 void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blocks, const uint8_t* ahead, int64_t step,
                     float* y, int64_t y_stride, int64_t skip, int64_t count) {
   constexpr bool kWide = kPairs && kPlanes == 2;
+  // Codes that are as quickly unpacked as loaded.
+  constexpr bool kAgain = kWide && Format::kBits == 8 && kRows > kDirect;
   Lanes total[kRows];
   for (Lanes& one : total) one = zero();
   for (int64_t block = 0; block < blocks; block++, group += kGroup * Format::kBytes) {
@@ -296,9 +288,13 @@ void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blo
       ahead += step;
       const uint8_t* low = group + kGroup * Format::kLowBits + unit * 64 * Format::kLow;
       const uint8_t* high = group + kGroup * Format::kHighBits + unit * 64 * Format::kHigh;
-      const UnitScales<Format> scales(group, d, zero_point, unit);
+      UnitScales<Format> scales(group, d, zero_point, unit);
+      // AVX2 has sixteen registers, for sums and codes: the scales would make compilers spill these.
+      if constexpr (kRows == kDirect && kPackedRows == 16) asm volatile("" : "+m"(scales));
       // A quad of codes, or for `dot_wide` the even or odd ones of a quad.
       const auto unpack = [&](int i) JAXSPEC_INLINE {
+        // Compilers would unpack for all rows at once, and keep the codes in memory.
+        if constexpr (kAgain) asm volatile("" : "+r"(low));
         if constexpr (kWide && Format::kBits == 4 && !Format::kTable)
           return low_nibbles(shift_right(load_bytes(low + 64 * (i / 4)), i / 2 % 2 * 4 + i % 2 * 8));
         const Bytes quad = codes_of<Format>(low, high, kWide ? i / 2 : i);
@@ -311,8 +307,8 @@ void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blo
       } else {
         Bytes codes[kWide ? 16 : 8];
 #pragma GCC unroll 16
-        for (int i = 0; i < (kWide ? 16 : 8); i++) codes[i] = unpack(i);
-        const auto unpacked = [&](int i) JAXSPEC_INLINE { return codes[i]; };
+        for (int i = 0; !kAgain && i < (kWide ? 16 : 8); i++) codes[i] = unpack(i);
+        const auto unpacked = [&](int i) JAXSPEC_INLINE { return kAgain ? unpack(i) : codes[i]; };
         multiply_unit_rows<Format, kPlanes, kChunk>(rows, unpacked, scales, x, total);
         x.skip<kPlanes, Format::kParts>(rows);
       }
@@ -435,10 +431,13 @@ void unpack_packed(const Matrix& w, int64_t output, float* y) {
   unpack_output<Format>(w.data + start * blocks * Format::kBytes, lanes, output - start, blocks, y);
 }
 
-// A row of a table of formats.
-template <class Format, int kPlanes>
+// A row of a table of formats, for activations of so many bytes.
+template <class Format, int kWidth>
 constexpr WeightFormat packed_format(std::string_view name) {
-  return {name, Format::kValues, Format::kBytes, kPlanes, Format::kZero, Format::kParts, Format::kZeroPoint,
+  // Sums of two products with codes of eight bits do not fit into sixteen.
+  constexpr int kPlanes = kPairs && Format::kBits == 8 ? 2 : kWidth;
+  constexpr float kMost = kWidth == 1 ? 127.0f : 127.0f * 256;
+  return {name, Format::kValues, Format::kBytes, kPlanes, kMost, Format::kZero, Format::kParts, Format::kZeroPoint,
           multiply_packed<Format, kPlanes>, unpack_packed<Format>, pack_rows<Format>};
 }
 

@@ -162,7 +162,7 @@ void multiply(const float* x, int64_t rows, const Matrix& w, int64_t first, int6
 // A row of a table of formats.
 template <class Format>
 constexpr WeightFormat float_format(std::string_view name) {
-  return {name, Format::kValues, Format::kBytes, 0, 0, 0, false, multiply<Format>,
+  return {name, Format::kValues, Format::kBytes, 0, 0, 0, 0, false, multiply<Format>,
           [](const Matrix& w, int64_t output, float* y) { detail::unpack_row<Format>(w.row(output), w.inputs, y); },
           nullptr};
 }
