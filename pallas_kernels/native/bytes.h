@@ -3,6 +3,8 @@
 // The sums are exact in every instruction set, so the bits of a result depend on none of them.
 #pragma once
 
+#include <numeric>
+
 #include "lanes.h"
 
 namespace jaxspec {
@@ -236,22 +238,14 @@ template <class T>
 
 // Vectors that compilers cut into the registers there are; loops over so few integers would stay loops.
 using SixteenInts = int32_t __attribute__((vector_size(64)));
-using SixteenShorts = int16_t __attribute__((vector_size(32)));
+using EightInts = int32_t __attribute__((vector_size(32)));
+using EightShorts = int16_t __attribute__((vector_size(16)));
 using SixteenBytes = int8_t __attribute__((vector_size(16)));
 
-template <class Narrow>
-inline void store_narrow(int8_t* p, const SixteenInts& x) {
+template <class Narrow, class Ints>
+inline void store_narrow(int8_t* p, const Ints& x) {
   const Narrow narrow = __builtin_convertvector(x, Narrow);
   std::memcpy(p, &narrow, sizeof narrow);
-}
-
-template <int kCount>
-inline int32_t add_up(const int32_t* x) {
-  if constexpr (kCount == 1) return *x;
-  constexpr int kHalf = kCount > 1 ? kCount / 2 : 1;
-  int32_t half[kHalf];
-  for (int i = 0; i < kHalf; i++) half[i] = x[i] + x[i + kCount / 2];
-  return add_up<kHalf>(half);
 }
 
 // Write sixteen numbers below 128 in magnitude as the nearest integers, ties to even; returns their sum.
@@ -261,7 +255,7 @@ inline int32_t store_rounded(int8_t* p, Lanes a) {
   SixteenInts x;
   std::memcpy(&x, rounded, sizeof x);
   store_narrow<SixteenBytes>(p, x);
-  return add_up<kLanes>(rounded);
+  return std::accumulate(rounded, rounded + kLanes, 0);
 }
 
 // Likewise numbers below 2^15: number `at` and the next ones of a row of `count`, as `kPairs` says. Two planes of bytes
@@ -269,21 +263,25 @@ inline int32_t store_rounded(int8_t* p, Lanes a) {
 inline int32_t store_rounded_16(int8_t* row, int at, int count, Lanes a) {
   int32_t rounded[kLanes];
   round_to(rounded, a);
-  SixteenInts x;
-  std::memcpy(&x, rounded, sizeof x);
   if constexpr (kPairs) {
+    for (int half = 0; half < kLanes; half += 8) {  // compilers take vectors of sixteen apart, where eight fit
+      EightInts x;
+      std::memcpy(&x, rounded + half, sizeof x);
 #if defined(__clang__)
-    x = __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+      x = __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7);
 #else
-    x = __builtin_shuffle(x, SixteenInts{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15});
+      x = __builtin_shuffle(x, EightInts{0, 2, 1, 3, 4, 6, 5, 7});
 #endif
-    store_narrow<SixteenShorts>(row + 2 * at, x);
+      store_narrow<EightShorts>(row + 2 * (at + half), x);
+    }
   } else {
+    SixteenInts x;
+    std::memcpy(&x, rounded, sizeof x);
     const SixteenInts upper = (x + 128) >> 8;
     store_narrow<SixteenBytes>(row + at, upper);
     store_narrow<SixteenBytes>(row + count + at, x - upper * 256);
   }
-  return add_up<kLanes>(rounded);
+  return std::accumulate(rounded, rounded + kLanes, 0);
 }
 
 }  // namespace jaxspec
