@@ -1,8 +1,8 @@
 """The first code of every command, before any import that takes time.
 
 An interrupt ends the process at once, with status 130 and without a traceback. Standard streams that were closed, as by
-a shell's `>&-`, are replaced by the null device: a file that is opened later must not get the number of such a stream,
-or a library that prints would write into it.
+a shell's `>&-`, are replaced by the null device, and input by one that is empty: a file that is opened later must not
+get the number of such a stream, or a library that prints would write into it.
 """
 
 import atexit

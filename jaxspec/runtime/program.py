@@ -163,10 +163,10 @@ class Program:
         digest, future = self._coming.get(variant, (None, None))
         if digest is None or future is None:
             return None
-        if not future.done() and future.cancel():
-            self.load(digest, variant)
-        elif not future.cancelled():  # else an earlier call did it
+        if not future.cancel():
             future.result()
+        elif variant not in self._compiled:  # no earlier call loaded it
+            self.load(digest, variant)
         return digest
 
     def _shapes(self, variant: Hashable) -> list[Any]:

@@ -14,7 +14,8 @@
 namespace jaxspec {
 
 // Rows of a tile, which share one pass over a group. Up to `kDirect` rows meet a unit's codes as they are unpacked. For
-// more rows these are unpacked once, and `kChunk` rows at a time, as many as registers have room for, read them again.
+// more rows these are unpacked once (but see `kUnpacksAgain`), and `kChunk` rows at a time, as many as registers have
+// room for, read them again.
 constexpr int kChunk = 4;
 #if defined(__AVX512F__)
 constexpr int kPackedRows = 8, kDirect = 8;
@@ -166,6 +167,7 @@ template <int kBits, int kQuads, int kRows, class Codes>
 [[gnu::always_inline]] inline void add_products(Int32s (&sums)[kRows], const Codes& codes, const int8_t* x,
                                                 int stride) {
   if constexpr (kPairs) {
+    static_assert(kBits < 8, "sums of two products fit into sixteen bits");
     // Sixteen bits hold so many sums of two products, each up to 2 * 127 * (2^kBits - 1).
     constexpr int kTogether = std::min(kQuads, kBits == 4 ? 8 : kBits == 5 ? 4 : 2);
 #pragma GCC unroll 8
@@ -278,7 +280,7 @@ void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blo
                     float* y, int64_t y_stride, int64_t skip, int64_t count) {
   constexpr bool kWide = kPairs && kPlanes == 2;
   // Codes that are as quickly unpacked as loaded.
-  constexpr bool kAgain = kWide && Format::kBits == 8 && kRows > kDirect;
+  constexpr bool kUnpacksAgain = kWide && Format::kBits == 8 && kRows > kDirect;
   Lanes total[kRows];
   for (Lanes& one : total) one = zero();
   for (int64_t block = 0; block < blocks; block++, group += kGroup * Format::kBytes) {
@@ -289,12 +291,12 @@ void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blo
       const uint8_t* low = group + kGroup * Format::kLowBits + unit * 64 * Format::kLow;
       const uint8_t* high = group + kGroup * Format::kHighBits + unit * 64 * Format::kHigh;
       UnitScales<Format> scales(group, d, zero_point, unit);
-      // AVX2 has sixteen registers, for sums and codes: the scales would make compilers spill these.
+      // AVX2 (whose tiles have sixteen rows) has sixteen registers: with the scales there, codes would not fit.
       if constexpr (kRows == kDirect && kPackedRows == 16) asm volatile("" : "+m"(scales));
       // A quad of codes, or for `dot_wide` the even or odd ones of a quad.
       const auto unpack = [&](int i) JAXSPEC_INLINE {
         // Compilers would unpack for all rows at once, and keep the codes in memory.
-        if constexpr (kAgain) asm volatile("" : "+r"(low));
+        if constexpr (kUnpacksAgain) asm volatile("" : "+r"(low));
         if constexpr (kWide && Format::kBits == 4 && !Format::kTable)
           return low_nibbles(shift_right(load_bytes(low + 64 * (i / 4)), i / 2 % 2 * 4 + i % 2 * 8));
         const Bytes quad = codes_of<Format>(low, high, kWide ? i / 2 : i);
@@ -307,8 +309,8 @@ void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blo
       } else {
         Bytes codes[kWide ? 16 : 8];
 #pragma GCC unroll 16
-        for (int i = 0; !kAgain && i < (kWide ? 16 : 8); i++) codes[i] = unpack(i);
-        const auto unpacked = [&](int i) JAXSPEC_INLINE { return kAgain ? unpack(i) : codes[i]; };
+        for (int i = 0; !kUnpacksAgain && i < (kWide ? 16 : 8); i++) codes[i] = unpack(i);
+        const auto unpacked = [&](int i) JAXSPEC_INLINE { return kUnpacksAgain ? unpack(i) : codes[i]; };
         multiply_unit_rows<Format, kPlanes, kChunk>(rows, unpacked, scales, x, total);
         x.skip<kPlanes, Format::kParts>(rows);
       }
@@ -431,12 +433,12 @@ void unpack_packed(const Matrix& w, int64_t output, float* y) {
   unpack_output<Format>(w.data + start * blocks * Format::kBytes, lanes, output - start, blocks, y);
 }
 
-// A row of a table of formats, for activations of so many bytes.
-template <class Format, int kWidth>
+// A row of a table of formats, for activations that are rounded to so many bytes.
+template <class Format, int kPrecision>
 constexpr WeightFormat packed_format(std::string_view name) {
   // Sums of two products with codes of eight bits do not fit into sixteen.
-  constexpr int kPlanes = kPairs && Format::kBits == 8 ? 2 : kWidth;
-  constexpr float kMost = kWidth == 1 ? 127.0f : 127.0f * 256;
+  constexpr int kPlanes = kPairs && Format::kBits == 8 ? 2 : kPrecision;
+  constexpr float kMost = kPrecision == 1 ? 127.0f : 127.0f * 256;
   return {name, Format::kValues, Format::kBytes, kPlanes, kMost, Format::kZero, Format::kParts, Format::kZeroPoint,
           multiply_packed<Format, kPlanes>, unpack_packed<Format>, pack_rows<Format>};
 }

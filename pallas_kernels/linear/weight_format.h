@@ -27,8 +27,8 @@ struct Matrix {
 struct WeightFormat {
   std::string_view name;  // such as "q4_k", or "q4_k_int8" if packed
   int values, bytes;      // weights of a block, and its bytes
-  int planes;             // bytes of an activation; 0: they are float32, and the weight is not packed
-  float most;             // largest magnitude of a quantised activation
+  int planes;             // bytes that an activation is stored in; 0: they are float32, and the weight is not packed
+  float most;             // largest integer that an activation is rounded to
   // What quantised activations need to know: the code that means zero, parts of a unit with scales of their own, and
   // whether outputs have zero points.
   int zero, parts;

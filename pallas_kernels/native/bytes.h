@@ -17,8 +17,8 @@ inline int32_t load_four(const int8_t* p) {
 }
 
 // Where no instruction adds four products of bytes to 32 bits, pairs of products are added in 16 bits, as many as fit.
-// Activations of sixteen bits are integers of 16 bits then, of each four the first, third, second and fourth one, and
-// two planes of bytes elsewhere.
+// Activations of sixteen bits, and those for codes of eight bits, are integers of 16 bits then, of each four the first,
+// third, second and fourth one. Elsewhere activations of sixteen bits are two planes of bytes.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
 constexpr bool kPairs = true;
 #else

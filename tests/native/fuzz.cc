@@ -687,7 +687,7 @@ void fuzz_packed_as(Case& c, const char* name) {
   const bool gated = c.random.one_in(3);
   const int64_t rows = c.random.size(80), outputs = c.random.size(100) * (gated ? 2 : 1), blocks = c.random.range(1, 5);
   const int64_t inputs = blocks * Format::kValues, columns = gated ? outputs / 2 : outputs;
-  describe("%s of %s in %d planes, rows %lld, outputs %lld, inputs %lld, threads %lld", gated ? "swiglu" : "linear", name,
+  describe("%s of %s with %d bytes, rows %lld, outputs %lld, inputs %lld, threads %lld", gated ? "swiglu" : "linear", name,
            kPlanes, static_cast<long long>(rows), static_cast<long long>(outputs), static_cast<long long>(inputs),
            static_cast<long long>(c.threads));
   const Buffer<uint8_t> file(c.random, outputs * blocks * Format::kFileBytes, 1);
