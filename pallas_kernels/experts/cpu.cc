@@ -63,7 +63,7 @@ void for_chunks(ThreadPool& pool, int64_t threads, const Routing& routing, const
   const int64_t active = static_cast<int64_t>(routing.experts.size()), inputs = w.all.inputs;
   // Numbers of a row as the products take it.
   const int64_t size = format.planes ? format.quantised_size(inputs) : inputs;
-  const Room<ExpertCodesTag> room(format.planes ? routing.pairs() * size : 0);
+  const Room<ExpertCodesTag> room(format.planes ? routing.pairs() * size + kBeyond : 0);
   const float* prepared = format.planes ? room.get() : x;
   if (float* codes = room.get(); format.planes) {
     const int64_t worthwhile = routing.pairs() * inputs < 32 * 1024 ? 1 : threads;

@@ -31,11 +31,12 @@ constexpr bool kAmx = true;
 #else
 constexpr bool kAmx = false;
 #endif
-constexpr int kAmxRows = 16;
 
-// Rows of the next tile of `left` rows. AMX takes sixteen at a time, of formats that scale whole units.
-inline int64_t next_tile(int64_t left, int parts) {
-  return kAmx && parts == 1 && left >= kAmxRows ? kAmxRows : std::min<int64_t>(kPackedRows, left);
+// Whether AMX multiplies so many rows: fewer are faster without. Its formats scale whole units.
+constexpr bool fills_tiles(int64_t rows, int parts) { return kAmx && parts == 1 && rows > 12; }
+// Most rows of a tile of `rows` quantised rows in all.
+constexpr int64_t tile_rows(int64_t rows, int planes, int parts) {
+  return fills_tiles(rows, parts) ? 16 / planes : kPackedRows;
 }
 // A lambda whose indices are constants must not become a call.
 #define JAXSPEC_INLINE __attribute__((always_inline))
@@ -272,6 +273,14 @@ template <class Format, int kPlanes, int kRows, class Codes>
   if constexpr (kRows > 1) multiply_unit_rows<Format, kPlanes, kRows - 1>(rows, codes, w, x, total);
 }
 
+// Write `count` outputs of a group, from `skip` on.
+[[gnu::always_inline]] inline void store_outputs(Lanes total, int64_t skip, int64_t count, float* y) {
+  if (count == kGroup) return store(y, total);
+  float whole[kGroup];
+  store(whole, total);
+  std::copy(whole + skip, whole + skip + count, y);
+}
+
 // y[r * y_stride + o] for `rows` rows and the first `count` outputs of a group. `kRows` is `rows`, or `kPackedRows` for
 // all numbers above `kDirect`. Meanwhile `step` bytes from `ahead` on are fetched for each unit, into the second-level
 // cache.
@@ -316,15 +325,7 @@ void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blo
       }
     }
   }
-  for (int r = 0; r < (kRows <= kDirect ? kRows : rows); r++) {
-    if (count == kGroup) {
-      store(y + r * y_stride, total[r]);
-    } else {
-      float whole[kGroup];
-      store(whole, total[r]);
-      std::copy(whole + skip, whole + skip + count, y + r * y_stride);
-    }
-  }
+  for (int r = 0; r < (kRows <= kDirect ? kRows : rows); r++) store_outputs(total[r], skip, count, y + r * y_stride);
 }
 
 template <class Format, int kPlanes, int kRows = kDirect>
@@ -359,35 +360,6 @@ const uint8_t* whole_group(const Matrix& w, int64_t start) {
   return wide;
 }
 
-#if defined(__AMX_INT8__)
-// `multiply_packed` for `tiles` tiles of sixteen rows.
-template <class Format, int kPlanes>
-void multiply_sixteens(const float* x, int64_t tiles, int64_t row_size, const Matrix& w, int64_t first, int64_t count,
-                       float* y, int64_t y_stride) {
-  const int64_t rows = tiles * kAmxRows, end = first + count;
-  auto* totals = reinterpret_cast<Lanes*>(scratch<detail::TotalsTag>(detail::kTogether * rows * kLanes));
-  for (int64_t start = first / kGroup * kGroup; start < end; start += detail::kTogether * kGroup) {
-    const uint8_t* groups[detail::kTogether];
-    int64_t some = 0;
-    for (; some < detail::kTogether && start + some * kGroup < end; some++)
-      groups[some] = whole_group<Format>(w, start + some * kGroup);
-    detail::multiply_tiles<Format, kPlanes>(x, tiles, row_size, w.inputs / kUnit, groups, some, totals);
-    for (int64_t g = 0; g < some; g++) {
-      const int64_t group = start + g * kGroup, from = std::max(first, group), to = std::min(end, group + kGroup);
-      for (int64_t r = 0; r < rows; r++) {
-        const Lanes& total = totals[g * rows + r];
-        float* out = y + r * y_stride + (from - first);
-        if (to - from == kGroup) {
-          store(out, total);
-        } else {
-          std::copy_n(reinterpret_cast<const float*>(&total) + (from - group), to - from, out);
-        }
-      }
-    }
-  }
-}
-#endif
-
 // y[r * y_stride + o] = row r times output `first + o`, for o below `count`. Rows lie in tiles: as many full ones as
 // there are, then the rest.
 template <class Format, int kPlanes>
@@ -396,33 +368,40 @@ void multiply_packed(const float* x, int64_t rows, const Matrix& w, int64_t firs
   const int64_t blocks = w.inputs / Format::kValues, units = w.inputs / kUnit;
   const int64_t group_bytes = kGroup * blocks * Format::kBytes;
   const int64_t row_size = units * (kPlanes * kUnit / 4 + 2 + Format::kParts);
+  const int64_t most = tile_rows(rows, kPlanes, Format::kParts), num_tiles = (rows + most - 1) / most;
 #if defined(__AMX_INT8__)
-  if constexpr (Format::kParts == 1) {
-    if (const int64_t tiles = rows / kAmxRows) {
-      multiply_sixteens<Format, kPlanes>(x, tiles, row_size, w, first, count, y, y_stride);
-      x += tiles * kAmxRows * row_size;
-      y += tiles * kAmxRows * y_stride;
-      rows %= kAmxRows;
-    }
-  }
+  const bool tiles = fills_tiles(rows, Format::kParts);
+  if (tiles) detail::configure_tiles();
 #endif
-  if (rows == 0) return;
-  const int64_t num_tiles = (rows + kPackedRows - 1) / kPackedRows;
   for (int64_t at = first; at < first + count;) {
     const int64_t start = at / kGroup * kGroup, end = std::min({start + kGroup, w.outputs, first + count});
     const uint8_t* group = whole_group<Format>(w, start);
     // One tile fetches what it comes to next; each of several fetches its part of the next group.
     constexpr int64_t kDistance = 4096;
+    const int64_t step = kGroup * Format::kBytes / Format::kUnits / num_tiles;
+#if defined(__AMX_INT8__)
+    if constexpr (Format::kParts == 1) {
+      if (tiles) {
+        detail::multiply_group_tiles<Format, kPlanes>(
+            rows, x, row_size, units, group, group + (num_tiles == 1 ? kDistance : group_bytes), step, y + (at - first),
+            y_stride, at - start, end - at);
+        at = end;
+        continue;
+      }
+    }
+#endif
     for (int64_t tile = 0; tile < num_tiles; tile++) {
       const int64_t r = tile * kPackedRows, some = std::min<int64_t>(kPackedRows, rows - r);
       const detail::Quantised quantised(const_cast<float*>(x) + r * row_size, some, units, kPlanes);
       const uint8_t* ahead = group + (num_tiles == 1 ? kDistance : group_bytes + tile * group_bytes / num_tiles);
-      detail::multiply_group_rows<Format, kPlanes>(
-          some, quantised, group, blocks, ahead, kGroup * Format::kBytes / Format::kUnits / num_tiles,
-          y + r * y_stride + (at - first), y_stride, at - start, end - at);
+      detail::multiply_group_rows<Format, kPlanes>(some, quantised, group, blocks, ahead, step,
+                                                   y + r * y_stride + (at - first), y_stride, at - start, end - at);
     }
     at = end;
   }
+#if defined(__AMX_INT8__)
+  if (tiles) _tile_release();
+#endif
 }
 
 // The weights of one output of a packed weight as float32.

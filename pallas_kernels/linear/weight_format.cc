@@ -20,7 +20,7 @@ void quantise(const WeightFormat& format, const float* x, int64_t rows, int64_t 
   const int64_t units = inputs / kUnit, from = units * part / parts, to = units * (part + 1) / parts;
   const auto quantise_unit = format.planes == 1 ? detail::quantise_unit<1> : detail::quantise_unit<2>;
   for (int64_t first = 0, count = 0; first < rows; first += count) {
-    count = next_tile(rows - first, format.parts);
+    count = std::min(tile_rows(rows, format.planes, format.parts), rows - first);
     const detail::Quantised tile(out + first * format.quantised_size(inputs), count, units, format.planes);
     for (int64_t unit = from; unit < to; unit++)
       for (int64_t r = 0; r < count; r++)
@@ -57,7 +57,7 @@ struct GateTag;
 const float* prepare(const WeightFormat& format, ThreadPool& pool, int64_t threads, const float* x, int64_t rows,
                      int64_t inputs) {
   if (!format.planes) return x;
-  float* out = scratch<QuantisedTag>(rows * format.quantised_size(inputs));
+  float* out = scratch<QuantisedTag>(rows * format.quantised_size(inputs) + kBeyond);
   // Less than this is not worth a hand-over to other threads.
   constexpr int64_t kWorthwhile = 32 * 1024;
   // Each takes some units of all rows.

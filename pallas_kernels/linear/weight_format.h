@@ -15,6 +15,7 @@ namespace jaxspec {
 
 constexpr int kGroup = 16;  // outputs of a packed group
 constexpr int kUnit = 32;   // inputs that share a scale of the activations
+constexpr int kBeyond = 128;  // floats after quantised rows that products may read, whatever they are
 
 // A weight `[outputs, inputs]`; packed groups of rows are as large as that many rows.
 struct Matrix {

@@ -3,8 +3,6 @@
 // The sums are exact in every instruction set, so the bits of a result depend on none of them.
 #pragma once
 
-#include <numeric>
-
 #include "lanes.h"
 
 namespace jaxspec {
@@ -240,12 +238,24 @@ template <class T>
 using SixteenInts = int32_t __attribute__((vector_size(64)));
 using EightInts = int32_t __attribute__((vector_size(32)));
 using EightShorts = int16_t __attribute__((vector_size(16)));
+using FourInts = int32_t __attribute__((vector_size(16)));
 using SixteenBytes = int8_t __attribute__((vector_size(16)));
 
 template <class Narrow, class Ints>
 inline void store_narrow(int8_t* p, const Ints& x) {
   const Narrow narrow = __builtin_convertvector(x, Narrow);
   std::memcpy(p, &narrow, sizeof narrow);
+}
+
+// The sum of sixteen numbers, halved at a time: compilers would take out each.
+inline int32_t add_up(const SixteenInts& x) {
+  EightInts eight[2];
+  std::memcpy(eight, &x, sizeof eight);
+  eight[0] += eight[1];
+  FourInts four[2];
+  std::memcpy(four, eight, sizeof four);
+  four[0] += four[1];
+  return (four[0][0] + four[0][1]) + (four[0][2] + four[0][3]);
 }
 
 // Write sixteen numbers below 128 in magnitude as the nearest integers, ties to even; returns their sum.
@@ -255,7 +265,7 @@ inline int32_t store_rounded(int8_t* p, Lanes a) {
   SixteenInts x;
   std::memcpy(&x, rounded, sizeof x);
   store_narrow<SixteenBytes>(p, x);
-  return std::accumulate(rounded, rounded + kLanes, 0);
+  return add_up(x);
 }
 
 // Likewise numbers below 2^15: number `at` and the next ones of a row of `count`, as `kPairs` says. Two planes of bytes
@@ -263,25 +273,25 @@ inline int32_t store_rounded(int8_t* p, Lanes a) {
 inline int32_t store_rounded_16(int8_t* row, int at, int count, Lanes a) {
   int32_t rounded[kLanes];
   round_to(rounded, a);
+  SixteenInts x;
+  std::memcpy(&x, rounded, sizeof x);
   if constexpr (kPairs) {
     for (int half = 0; half < kLanes; half += 8) {  // compilers take vectors of sixteen apart, where eight fit
-      EightInts x;
-      std::memcpy(&x, rounded + half, sizeof x);
+      EightInts eight;
+      std::memcpy(&eight, rounded + half, sizeof eight);
 #if defined(__clang__)
-      x = __builtin_shufflevector(x, x, 0, 2, 1, 3, 4, 6, 5, 7);
+      eight = __builtin_shufflevector(eight, eight, 0, 2, 1, 3, 4, 6, 5, 7);
 #else
-      x = __builtin_shuffle(x, EightInts{0, 2, 1, 3, 4, 6, 5, 7});
+      eight = __builtin_shuffle(eight, EightInts{0, 2, 1, 3, 4, 6, 5, 7});
 #endif
-      store_narrow<EightShorts>(row + 2 * (at + half), x);
+      store_narrow<EightShorts>(row + 2 * (at + half), eight);
     }
   } else {
-    SixteenInts x;
-    std::memcpy(&x, rounded, sizeof x);
     const SixteenInts upper = (x + 128) >> 8;
     store_narrow<SixteenBytes>(row + at, upper);
     store_narrow<SixteenBytes>(row + count + at, x - upper * 256);
   }
-  return std::accumulate(rounded, rounded + kLanes, 0);
+  return add_up(x);
 }
 
 }  // namespace jaxspec
