@@ -37,9 +37,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    built = library.find()
-    supported = library.supported_levels(library._best_level(built))
-    levels = arguments.levels.split(",") if arguments.levels else [level for level in supported if level in built]
+    levels = arguments.levels.split(",") if arguments.levels else library.supported_levels(library.find())
     rows = [int(count) for count in arguments.rows.split(",")]
     library.load()
     weights: dict[str, list[Any]] = {"int8": [], "int16": []}

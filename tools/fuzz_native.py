@@ -24,7 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pallas_kernels.native.build import LEVELS
-from pallas_kernels.native.library import supported_levels
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "tests/native/fuzz.cc"
@@ -83,7 +82,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     arguments = parser.parse_args()
     try:
-        levels = choose_levels(arguments.levels, find_level(arguments.sanitizer))
+        levels = choose_levels(arguments.levels, find_levels(arguments.sanitizer))
         binaries = {}
         for level in levels:
             print(f"building {level}", flush=True)
@@ -95,8 +94,8 @@ def main() -> None:
     print(f"{cases} cases of {', '.join(PARTS)}: no findings at {', '.join(levels)} ({arguments.sanitizer})")
 
 
-def find_level(sanitizer: str) -> str:
-    """The best instruction set that this machine runs.
+def find_levels(sanitizer: str) -> list[str]:
+    """The levels that this machine runs, the best one first.
 
     Raises:
       UnavailableError: there is no compiler, or programs that it builds with this sanitizer do not run.
@@ -104,7 +103,7 @@ def find_level(sanitizer: str) -> str:
     compiler = _compiler()
     if shutil.which(compiler[0]) is None:
         raise UnavailableError(f"no C++ compiler: {compiler[0]} is not found")
-    program = '#include "pallas_kernels/native/level.cc"\n#include <cstdio>\nint main() { puts(jaxspec_level()); }\n'
+    program = '#include "pallas_kernels/native/level.cc"\n#include <cstdio>\nint main() { puts(jaxspec_levels()); }\n'
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "level"
         command = [*compiler, *FLAGS, *SANITIZERS[sanitizer], f"-I{ROOT}", "-xc++", "-", "-o", str(binary)]
@@ -114,17 +113,16 @@ def find_level(sanitizer: str) -> str:
     if found.returncode:
         reason = found.stderr.strip()[-500:]
         raise UnavailableError(f"{compiler[0]} cannot build and run with the {sanitizer} sanitizer: {reason}")
-    return found.stdout.strip()
+    return found.stdout.split()
 
 
-def choose_levels(names: str, best: str) -> list[str]:
-    """The levels that `names` stands for, where `best` is the best that runs.
+def choose_levels(names: str, supported: list[str]) -> list[str]:
+    """The levels that `names` stands for, of those that run.
 
     Raises:
       UnavailableError: this machine does not run one of them, or there is no such level.
     """
-    supported = supported_levels(best)
-    chosen = {"all": supported, "best": [best]}.get(names, names.split(","))
+    chosen = {"all": supported, "best": supported[:1]}.get(names, names.split(","))
     for level in chosen:
         if level not in supported:
             raise UnavailableError(f"level {level!r}: this machine runs {', '.join(supported)}")

@@ -152,11 +152,11 @@ def _choose_levels(requested: str, compiler: list[str], scratch: Path) -> list[s
         return [name for name in LEVELS if _knows(compiler, LEVELS[name])]
     # The library's own rule (`level.cc`) says what this machine runs.
     program = scratch / "level"
-    main = '#include "level.cc"\n#include <cstdio>\nint main() { std::puts(jaxspec_level()); }\n'
+    main = '#include "level.cc"\n#include <cstdio>\nint main() { std::puts(jaxspec_levels()); }\n'
     (scratch / "level_main.cc").write_text(main)
     _run([*compiler, f"-I{ROOT / 'native'}", str(scratch / "level_main.cc"), "-o", str(program)], program)
     try:
-        best = subprocess.run([program], capture_output=True, text=True, check=True).stdout.strip()
+        best = subprocess.run([program], capture_output=True, text=True, check=True).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError):
         best = "portable"  # compiled for another machine
     return list(dict.fromkeys(["portable", best]))

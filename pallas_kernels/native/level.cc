@@ -1,4 +1,6 @@
-// The best of the libraries built from these sources that this machine can run.
+// The libraries built from these sources that this machine can run, the best one first.
+
+#include <string>
 
 #include "amx.h"
 
@@ -31,18 +33,25 @@ bool has(const char* feature) {
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) const char* jaxspec_level() {
+extern "C" __attribute__((visibility("default"))) const char* jaxspec_levels() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    return !__builtin_cpu_supports("avx512vnni") ? "avx512" : jaxspec::ask_for_amx() ? "amx" : "vnni";
   // Older compilers do not know the name of F16C, which every machine with AVX2 and FMA has.
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return has_avxvnni() ? "avxvnni" : "avx2";
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni"), amx = vnni && jaxspec::ask_for_amx();
+  static const std::string levels = std::string(amx ? "amx " : "") + (vnni ? "vnni " : "") + (avx512 ? "avx512 " : "") +
+                                    (avx2 && has_avxvnni() ? "avxvnni " : "") + (avx2 ? "avx2 " : "") + "portable";
+  return levels.c_str();
 #elif defined(__aarch64__) && defined(__APPLE__)
-  if (has("hw.optional.arm.FEAT_DotProd")) return has("hw.optional.arm.FEAT_I8MM") ? "i8mm" : "dotprod";
+  if (has("hw.optional.arm.FEAT_DotProd"))
+    return has("hw.optional.arm.FEAT_I8MM") ? "i8mm dotprod portable" : "dotprod portable";
 #elif defined(__aarch64__) && defined(__linux__)
-  if (getauxval(AT_HWCAP) >> 20 & 1) return getauxval(AT_HWCAP2) >> 13 & 1 ? "i8mm" : "dotprod";
+  if (getauxval(AT_HWCAP) >> 20 & 1)
+    return getauxval(AT_HWCAP2) >> 13 & 1 ? "i8mm dotprod portable" : "dotprod portable";
 #endif
+#if !defined(__x86_64__)
   return "portable";
+#endif
 }

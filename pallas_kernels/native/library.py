@@ -49,9 +49,8 @@ def load() -> Library:
     if not paths:
         return Library(None, f"they were not built when jaxspec was installed; {BUILD}")
     try:
-        for level in supported_levels(_best_level(paths)):
-            if level in paths:
-                return _register(level, paths[level])
+        for level in supported_levels(paths):
+            return _register(level, paths[level])
     except (OSError, AttributeError, jax.errors.JaxRuntimeError) as error:
         return Library(None, f"the library cannot be loaded ({error}); {REINSTALL}")
     return Library(None, f"none was built for this machine; {BUILD}")
@@ -98,17 +97,12 @@ def row_count(active_rows: jax.Array | None, x: jax.Array) -> jax.Array:
     return jnp.int32(x.shape[0]) if active_rows is None else active_rows.astype(jnp.int32)
 
 
-def supported_levels(best: str) -> list[str]:
-    """The levels that a machine runs, the best one first: that one and those below it."""
-    # Many machines with AVX-512 have no AVX-VNNI.
-    return [level for level in LEVELS[LEVELS.index(best) :] if level != "avxvnni" or level == best]
-
-
-def _best_level(paths: dict[str, Path]) -> str:
+def supported_levels(paths: dict[str, Path]) -> list[str]:
+    """Those of `paths`, as `find` gives them, whose level this machine runs, the best one first."""
     # Every library has this function, which uses no special instruction.
-    level = ctypes.CDLL(str(paths.get("portable", next(iter(paths.values()))))).jaxspec_level
-    level.restype = ctypes.c_char_p
-    return level().decode()
+    levels = ctypes.CDLL(str(paths.get("portable", next(iter(paths.values()))))).jaxspec_levels
+    levels.restype = ctypes.c_char_p
+    return [level for level in levels().decode().split() if level in paths]
 
 
 def _register(level: str, path: Path) -> Library:

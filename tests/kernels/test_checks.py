@@ -127,7 +127,7 @@ def test_without_a_library(monkeypatch, anew, warnings, tmp_path, name, content,
     path = tmp_path / "cpu.so"
     path.write_bytes(content or b"")
     monkeypatch.setattr(library, "find", lambda: {name: path} if name else {})
-    monkeypatch.setattr(library, "_best_level", lambda paths: "portable")
+    monkeypatch.setattr(library, "supported_levels", lambda paths: [level for level in paths if level == "portable"])
     assert_falls_back(reason, warnings)
     # A compiler is not what is missing where there is a file.
     assert library.load().level is None and library.load().problem.endswith("; reinstall jaxspec") == bool(content)

@@ -36,8 +36,7 @@ OWN_PREFIX = library.TARGET_PREFIX
 LEVELS = ()
 
 if library.load().problem is None:
-    LEVELS = library.supported_levels(library._best_level(library.find()))
-    LEVELS = tuple(level for level in LEVELS if level in library.find())
+    LEVELS = tuple(library.supported_levels(library.find()))
 
 
 def test_the_library_is_there_where_it_can_be_built():

@@ -38,7 +38,7 @@ def build_programs(folder, level):
 @pytest.mark.slow
 def test_random_shapes_find_nothing(tmp_path):
     try:
-        level = fuzz_native.find_level("address")
+        level = fuzz_native.find_levels("address")[0]
     except fuzz_native.UnavailableError as error:
         pytest.skip(str(error))
     for program in build_programs(tmp_path, level):
