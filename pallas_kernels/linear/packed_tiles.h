@@ -21,13 +21,13 @@ struct TotalsTag;
 // Compilers may not know that instructions for tiles read memory and write it.
 [[gnu::always_inline]] inline void memory_fence() { asm volatile("" ::: "memory"); }
 
-// Tiles 0 and 1 for sums, 2 and 3 for a unit of the inputs of sixteen rows, 4 and 5 for the codes of a unit.
+// Tile 0 for sums, 1 for a unit of the inputs, 2 for its codes.
 inline void configure_tiles() {
   [[maybe_unused]] static const bool allowed = ask_for_amx();
   struct alignas(64) {
     uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, kUnit, kUnit, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, kUnit / 4, kUnit / 4};
+    uint16_t row_bytes[16] = {64, kUnit, 64};
+    uint8_t rows[16] = {16, 16, kUnit / 4};
   } config;
   memory_fence();
   _tile_loadconfig(&config);
@@ -67,26 +67,15 @@ void multiply_group_tiles(int64_t rows, const float* x, int64_t row_size, int64_
       const auto add_up = [&](int64_t u) JAXSPEC_INLINE {
         const int8_t* inputs = in.codes + u * some * kPlanes * kUnit;
         memory_fence();
-        if (u % 2 == 0) {
-          _tile_loadd(4, codes[u], 64);
-          _tile_loadd(2, inputs, kUnit);
-          _tile_zero(0);
-          _tile_dpbssd(0, 2, 4);
-        } else {
-          _tile_loadd(5, codes[u], 64);
-          _tile_loadd(3, inputs, kUnit);
-          _tile_zero(1);
-          _tile_dpbssd(1, 3, 5);
-        }
+        _tile_loadd(2, codes[u], 64);
+        _tile_loadd(1, inputs, kUnit);
+        _tile_zero(0);
+        _tile_dpbssd(0, 1, 2);
         memory_fence();
       };
       const auto write = [&](int64_t u) JAXSPEC_INLINE {
         memory_fence();
-        if (u % 2 == 0) {
-          _tile_stored(0, sums[u % kWaiting], 64);
-        } else {
-          _tile_stored(1, sums[u % kWaiting], 64);
-        }
+        _tile_stored(0, sums[u % kWaiting], 64);
         memory_fence();
       };
       Lanes total[kRows];

@@ -238,7 +238,6 @@ template <class T>
 using SixteenInts = int32_t __attribute__((vector_size(64)));
 using EightInts = int32_t __attribute__((vector_size(32)));
 using EightShorts = int16_t __attribute__((vector_size(16)));
-using FourInts = int32_t __attribute__((vector_size(16)));
 using SixteenBytes = int8_t __attribute__((vector_size(16)));
 
 template <class Narrow, class Ints>

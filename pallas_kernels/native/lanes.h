@@ -21,6 +21,7 @@
 namespace jaxspec {
 
 constexpr int kLanes = 16;
+using FourInts = int32_t __attribute__((vector_size(16)));
 
 #if defined(__AVX512F__)
 
@@ -249,7 +250,6 @@ inline __m256 fold_within(__m256 a, __m256 b) {
 
 // Four lanes: every machine has registers of this size, and the compiler has their arithmetic.
 using Four = float __attribute__((vector_size(16)));
-using FourInts = int32_t __attribute__((vector_size(16)));
 
 struct Lanes {
   Four v[4];

@@ -44,14 +44,13 @@ extern "C" __attribute__((visibility("default"))) const char* jaxspec_levels() {
   static const std::string levels = std::string(amx ? "amx " : "") + (vnni ? "vnni " : "") + (avx512 ? "avx512 " : "") +
                                     (avx2 && has_avxvnni() ? "avxvnni " : "") + (avx2 ? "avx2 " : "") + "portable";
   return levels.c_str();
-#elif defined(__aarch64__) && defined(__APPLE__)
-  if (has("hw.optional.arm.FEAT_DotProd"))
-    return has("hw.optional.arm.FEAT_I8MM") ? "i8mm dotprod portable" : "dotprod portable";
+#else
+  bool dotprod = false, i8mm = false;
+#if defined(__aarch64__) && defined(__APPLE__)
+  dotprod = has("hw.optional.arm.FEAT_DotProd"), i8mm = has("hw.optional.arm.FEAT_I8MM");
 #elif defined(__aarch64__) && defined(__linux__)
-  if (getauxval(AT_HWCAP) >> 20 & 1)
-    return getauxval(AT_HWCAP2) >> 13 & 1 ? "i8mm dotprod portable" : "dotprod portable";
+  dotprod = getauxval(AT_HWCAP) >> 20 & 1, i8mm = getauxval(AT_HWCAP2) >> 13 & 1;
 #endif
-#if !defined(__x86_64__)
-  return "portable";
+  return !dotprod ? "portable" : i8mm ? "i8mm dotprod portable" : "dotprod portable";
 #endif
 }
