@@ -25,6 +25,8 @@ from pallas_kernels.row_top import row_top
 from pallas_kernels.swiglu import swiglu
 from pallas_kernels.tree_attention import tree_attention
 
+# Packed formats that are also multiplied by more rows, for which some levels have other code.
+TILED = tuple(packed_name("q4_1", activations) for activations in ACTIVATIONS)
 # Relative to the largest number of a result. Wrong code is off by far more.
 TOLERANCE = 1e-4
 
@@ -184,6 +186,8 @@ def _run(o):
         out[f"take_rows of {name}"] = take_rows(jnp.asarray(o["dense"], name), jnp.asarray(TAKEN), alone=True)
     for name in PACKED:
         out[f"linear of {name}"] = linear(o["x"], Blocks(o[name], name))
+    for name in TILED:
+        out[f"linear of {name}, many rows"] = linear(jnp.tile(o["x"], (5, 1)), Blocks(o[name], name))[-ROWS:]
     return out
 
 
@@ -241,6 +245,8 @@ def _expect(o: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         out[f"take_rows of {name}"] = weight[TAKEN]
         for activations, most in MOST_CODES.items() if FORMATS[name].has_integers else ():
             out[f"linear of {packed_name(name, activations)}"] = _round(x, most) @ weight.T
+    for name in TILED:
+        out[f"linear of {name}, many rows"] = out[f"linear of {name}"]
     return out
 
 

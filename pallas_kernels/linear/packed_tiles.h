@@ -1,9 +1,9 @@
 // Rows times packed groups with AMX: the sums of `multiply_group`, and the same floats in its order.
 //
 // A tile has sixteen rows of 32 bytes: sixteen rows of activations of eight bits, or eight of sixteen bits, whose two
-// planes are rows of their own. To write a tile of sums takes as long whatever its size, and processors do little beside
-// it: fewer, larger tiles are faster. Codes are unpacked as signed bytes, less the code that means zero: the integer sums
-// need no correction.
+// planes are rows of their own. Writing a tile of sums takes as long whatever its size, and processors do little else
+// meanwhile: fewer, larger tiles are faster. Codes are unpacked as signed bytes, less the code that means zero: the
+// integer sums need no correction.
 #pragma once
 
 #include <immintrin.h>
@@ -13,7 +13,7 @@
 namespace jaxspec {
 namespace detail {
 
-// Units whose codes are kept for all tiles of rows, and sums that wait to be scaled.
+// Units whose codes are kept for all tiles of rows, and places for sums that wait to be scaled.
 constexpr int kSpan = 32, kWaiting = 4;
 
 struct TotalsTag;
@@ -38,7 +38,7 @@ inline void configure_tiles() {
 template <class Format, int kPlanes>
 void multiply_group_tiles(int64_t rows, const float* x, int64_t row_size, int64_t units, const uint8_t* group,
                           const uint8_t* ahead, int64_t step, float* y, int64_t y_stride, int64_t skip, int64_t count) {
-  static_assert(Format::kParts == 1, "one sum for a unit");
+  static_assert(Format::kParts == 1 && 16 * kUnit <= 4 * kBeyond, "one sum for a unit; a tile ends within `kBeyond`");
   constexpr int kRows = 16 / kPlanes;
   alignas(64) uint8_t codes[kSpan][8][64];
   alignas(64) int32_t sums[kWaiting][kRows * kPlanes][kLanes];
@@ -62,9 +62,9 @@ void multiply_group_tiles(int64_t rows, const float* x, int64_t row_size, int64_
           _mm512_store_si512(codes[u][quad], _mm512_sub_epi8(codes_of<Format>(low, high, quad).v, zero_code));
         scales[u] = UnitScales<Format>(block, load_scale<Format>(block), load_zero_point<Format>(block), unit);
       };
-      // The sums of a unit are written when the next unit's have begun, and scaled two units later. A tile that is
-      // smaller than `kRows` reads what lies after its rows, whose sums nobody uses.
-      const auto add_up = [&](int64_t u) JAXSPEC_INLINE {
+      // The sums of a unit are begun three units before they are scaled, and written just before the next unit's begin.
+      // A tile with fewer rows than `kRows` reads what lies after them, whose sums nobody uses.
+      const auto begin_sums = [&](int64_t u) JAXSPEC_INLINE {
         const int8_t* inputs = in.codes + u * some * kPlanes * kUnit;
         memory_fence();
         _tile_loadd(2, codes[u], 64);
@@ -101,22 +101,22 @@ void multiply_group_tiles(int64_t rows, const float* x, int64_t row_size, int64_
         ahead += step;
       };
       for (int64_t u = 0; u < std::min<int64_t>(5, span); u++) take(u);
-      add_up(0);
+      begin_sums(0);
       write(0);
-      if (span > 1) add_up(1);
+      if (span > 1) begin_sums(1);
       if (span > 1) write(1);
-      if (span > 2) add_up(2);
+      if (span > 2) begin_sums(2);
       int64_t u = 0;
 #pragma GCC unroll 2
       for (; u < span - 5; u++) {
         take(u + 5);
         write(u + 2);
-        add_up(u + 3);
+        begin_sums(u + 3);
         scale(u);
       }
       for (; u < span; u++) {
         if (u + 2 < span) write(u + 2);
-        if (u + 3 < span) add_up(u + 3);
+        if (u + 3 < span) begin_sums(u + 3);
         scale(u);
       }
 #pragma GCC unroll 16

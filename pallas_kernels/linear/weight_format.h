@@ -15,7 +15,7 @@ namespace jaxspec {
 
 constexpr int kGroup = 16;  // outputs of a packed group
 constexpr int kUnit = 32;   // inputs that share a scale of the activations
-constexpr int kBeyond = 128;  // floats after quantised rows that products may read, whatever they are
+constexpr int kBeyond = 128;  // floats after quantised rows that products may read; their values do not matter
 
 // A weight `[outputs, inputs]`; packed groups of rows are as large as that many rows.
 struct Matrix {
@@ -34,7 +34,8 @@ struct WeightFormat {
   // whether outputs have zero points.
   int zero, parts;
   bool zero_point;
-  // y[r * y_stride + o] = row r times output `first + o`, for o below `count`. `x` is what `prepare` gives.
+  // y[r * y_stride + o] = row r times output `first + o`, for o below `count`, of one row or more. `x` is what `prepare`
+  // gives, or `quantise` with `kBeyond` floats after it.
   void (*multiply)(const float* x, int64_t rows, const Matrix& w, int64_t first, int64_t count, float* y,
                    int64_t y_stride);
   // The weights of one output as float32.

@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *_AVX2]
-# Options of the instruction sets, by kind of machine. `level.cc` knows the best one that a machine runs.
+# Options of the instruction sets, by kind of machine. `level.cc` knows those that a machine runs.
 ALL_LEVELS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "portable": [],

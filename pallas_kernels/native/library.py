@@ -49,8 +49,8 @@ def load() -> Library:
     if not paths:
         return Library(None, f"they were not built when jaxspec was installed; {BUILD}")
     try:
-        for level in supported_levels(paths):
-            return _register(level, paths[level])
+        if levels := supported_levels(paths):
+            return _register(levels[0], paths[levels[0]])
     except (OSError, AttributeError, jax.errors.JaxRuntimeError) as error:
         return Library(None, f"the library cannot be loaded ({error}); {REINSTALL}")
     return Library(None, f"none was built for this machine; {BUILD}")

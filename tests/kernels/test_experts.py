@@ -184,8 +184,8 @@ def encode(numbers, name):
 @needs_native
 @pytest.mark.parametrize(("name", "activations"), [("q4_0", "int8"), ("q8_0", "int16"), ("mxfp4", "int8")])
 def test_packed_blocks(name, activations):
-    """Integer products, of experts whose columns do not fill groups of sixteen."""
-    o = operands(9)
+    """Integer products, of experts whose columns do not fill groups of sixteen; some fill tiles of AMX."""
+    o = operands(43)
     weights, numbers = {}, {}
     for leaf in ("gate_up", "down"):
         data = encode(o[leaf], name)

@@ -1,5 +1,6 @@
 """Packed weights with the library of every instruction set: sums as large as they can be, every number of rows."""
 
+import ctypes
 import functools
 
 import numpy as np
@@ -73,17 +74,29 @@ def test_products_of_any_number_of_rows(level, activations, use_level, anew):  #
             assert_same_bits(got, expected, name)
 
 
-@needs_native
-def test_the_levels_of_this_machine_come_in_order():
-    levels = library.supported_levels(dict.fromkeys(library.LEVELS, library.find()["portable"]))
-    assert levels == sorted(levels, key=library.LEVELS.index) and levels[-1] == "portable"
-    assert library.supported_levels({"portable": library.find()["portable"]}) == ["portable"]
+def test_a_machine_runs_the_levels_below_its_own():
+    built = ctypes.CDLL(str(next(iter(library.find().values()))))
+    levels = ctypes.CFUNCTYPE(ctypes.c_char_p)(("jaxspec_levels", built))().decode().split()
+    assert levels == [level for level in library.LEVELS if level in levels] and levels[-1] == "portable"
+    for chain in (("amx", "vnni", "avx512", "avx2"), ("avxvnni", "avx2"), ("i8mm", "dotprod")):
+        assert [level in levels for level in chain] == sorted(level in levels for level in chain)
+
+
+@pytest.mark.parametrize("activations", BITS)
+@pytest.mark.parametrize("units", [1, 2, 3, 5, 6, 33])
+def test_products_of_few_units(units, activations, anew):
+    """AMX begins sums three units before it scales them, and keeps the codes of 32 units."""
+    rng = np.random.default_rng(units)
+    x, weight = random_rows(rng, 17, 32 * units), random_weight(rng, "q4_1", 17, 32 * units)
+    packed = Blocks(pack_blocks(np.asarray(weight.data), "q4_1", 17), packed_name("q4_1", activations))  # pyright: ignore[reportArgumentType]
+    few, *more = (run_native(linear, x, packed, np.int32(count))[:12] for count in (12, 13, 16, 17))
+    assert all(np.array_equal(few, many) for many in more)
 
 
 @pytest.mark.parametrize("activations", BITS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_products_of_more_units_than_are_kept_and_of_a_part_of_a_tile(level, activations, use_level, anew):  # noqa: F811
-    """AMX keeps the codes of 32 units of 32 inputs, and a tile has sixteen rows; here both end with fewer."""
+    """AMX keeps the codes of 32 units of 32 inputs, and tiles have eight or sixteen rows; here both end with fewer."""
     rng = np.random.default_rng(6)
     x, outputs = random_rows(rng, 50, 1152), 151
     packed = []
