@@ -370,7 +370,7 @@ void multiply_packed(const float* x, int64_t rows, const Matrix& w, int64_t firs
   const int64_t row_size = units * (kPlanes * kUnit / 4 + 2 + Format::kParts);
   const int64_t most = tile_rows(rows, kPlanes, Format::kParts), num_tiles = (rows + most - 1) / most;
 #if defined(__AMX_INT8__)
-  const bool tiles = units > 0 && fills_tiles(rows, Format::kParts);
+  const bool tiles = fills_tiles(rows, Format::kParts);
   if (tiles) detail::configure_tiles();
 #endif
   for (int64_t at = first; at < first + count;) {

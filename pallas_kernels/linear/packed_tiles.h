@@ -45,7 +45,8 @@ void multiply_group_tiles(int64_t rows, const float* x, int64_t row_size, int64_
   UnitScales<Format> scales[kSpan];
   const int64_t tiles = (rows + kRows - 1) / kRows;
   auto* kept = units > kSpan ? reinterpret_cast<Lanes*>(scratch<TotalsTag>(tiles * kRows * kLanes)) : nullptr;
-  for (int64_t begin = 0; begin < units; begin += kSpan) {
+  // Without inputs there is one empty span, after which totals are zero.
+  for (int64_t begin = 0; begin == 0 || begin < units; begin += kSpan) {
     const int64_t span = std::min<int64_t>(kSpan, units - begin);
     for (int64_t tile = 0; tile < tiles; tile++) {
       const int64_t first = tile * kRows, some = std::min<int64_t>(kRows, rows - first);

@@ -83,7 +83,7 @@ def test_a_machine_runs_the_levels_below_its_own():
 
 
 @pytest.mark.parametrize("activations", BITS)
-@pytest.mark.parametrize("units", [1, 2, 3, 5, 6, 33])  # AMX begins sums three units before it scales them
+@pytest.mark.parametrize("units", [0, 1, 2, 3, 5, 6, 33])  # AMX begins sums three units before it scales them
 def test_products_of_few_units(units, activations, anew):
     rng = np.random.default_rng(units)
     x, weight = random_rows(rng, 17, 32 * units), random_weight(rng, "q4_1", 17, 32 * units)

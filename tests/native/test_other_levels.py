@@ -1,4 +1,4 @@
-"""Levels that few machines run: Arm's in an emulator, AVX-VNNI's with an instruction of AVX-512.
+"""Levels that most x86 machines do not run: Arm's in an emulator, AVX-VNNI's with an instruction of AVX-512.
 
 Products give the bits of AVX2 at each of them.
 """
