@@ -173,9 +173,8 @@ class Engine:
                 self.check_room(self.method, runner, self.models, capacity)
             # Buffers of a smaller capacity are of use for their text only.
             self._idle = [idle for idle in self._idle if idle.tokens]
-            self._runner = runner
-            self._runner.copy_from(self._answers)
-            self._capacity = capacity
+            runner.copy_from(self._answers)
+            self._runner, self._capacity = runner, capacity
         variant = find_variant(sampling) if sampling else GREEDY
         traced = self._runner.single if self.traced or trace.active is not None else ()
         programs = tuple(dict.fromkeys((*self._runner.programs, *traced)))
@@ -242,9 +241,7 @@ class Engine:
         method.check(self.models)
         if hosts.several():
             hosts.command("method", engine=self.number, name=method.name, settings=dataclasses.asdict(method))
-        return Engine(
-            self.models, method, self.given_context, self.store, self.session_memory, self.check_room
-        )  # fmt: skip
+        return Engine(self.models, method, self.given_context, self.store, self.session_memory, self.check_room)
 
     def give_back(self, idle: IdleSession, answer: Sequence[int]) -> None:
         """Take over a closed session's buffers, and free those that were not used for longest beyond the budget.
@@ -369,8 +366,10 @@ class Session:
         try:
             coming = self.num_emitted + sum(len(output.tokens) for output in self.ready)
             coming += sum(min_tokens for _, min_tokens in self._in_flight)
-            while len(self._in_flight) < self._most_in_flight and coming < self.limit:
-                room = self.limit - coming if coming else 1  # the first token comes alone
+            # The first token comes alone: the host's work for later rounds takes processor time from the prompt's pass.
+            most = self._most_in_flight if coming else 1
+            while len(self._in_flight) < most and coming < self.limit:
+                room = self.limit - coming if coming else 1
                 self._state, round_, min_tokens = self._launch(self._params, self._state, self._request, room)
                 self._in_flight.append((round_, min_tokens))
                 coming += min_tokens

@@ -106,7 +106,9 @@ def test_interleaved_and_abandoned_generations_do_not_disturb_each_other(engine,
     options = SamplingParams(max_tokens=12)
     alone = decode(engine, params, prompt_of(9), 12)
     with engine.open(ModelParams(params), prompt_of(9), options, 0) as one:
-        tokens = [token for _ in range(2) for token in one.step().tokens]
+        steps = [(one.step().tokens, len(one._in_flight)) for _ in range(2)]
+        assert [waiting for _, waiting in steps] == [0, 1]  # the first token comes alone
+        tokens = [token for new, _ in steps for token in new]
         other = engine.open(ModelParams(params), prompt_of(40), options, 0)
         other.step()
         other.abort()
@@ -143,17 +145,13 @@ def test_one_broken_row_does_not_reach_others(engine, params):
 
 
 def test_settings_of_the_caller_do_not_reach_our_programs(placement, params):
-    expected = decode(Engine(Models(placement), Autoregressive()), params, prompt_of(70), 4, temperature=0.7, top_p=0.9)
-    with (
-        jax.enable_x64(True),
-        jax.numpy_dtype_promotion("strict"),
-        jax.numpy_rank_promotion("raise"),
-        jax.disable_jit(),
-    ):
-        assert (
-            decode(Engine(Models(placement), Autoregressive()), params, prompt_of(70), 4, temperature=0.7, top_p=0.9)
-            == expected
-        )
+    def run():
+        engine = Engine(Models(placement), Autoregressive())
+        return decode(engine, params, prompt_of(70), 4, temperature=0.7, top_p=0.9)
+
+    expected, promotion = run(), jax.numpy_dtype_promotion("strict")
+    with jax.enable_x64(True), promotion, jax.numpy_rank_promotion("raise"), jax.disable_jit():
+        assert run() == expected
 
 
 @pytest.mark.parametrize(
