@@ -12,7 +12,7 @@ from jaxspec.engine import Engine
 from jaxspec.errors import ConfigError
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.core.round import ModelParams, Models
-from jaxspec.methods.core.sequence import CHUNKS, plan_chunks, split_chunks
+from jaxspec.methods.core.sequence import CHUNKS, MOST_SMALL, MOST_SMALL_NATIVE, plan_chunks, split_chunks
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
@@ -184,12 +184,13 @@ def test_max_context_beyond_the_model_is_refused(placement):
         Engine(Models(placement), Autoregressive(), max_context=5000)
 
 
+@pytest.mark.parametrize("most_small", [MOST_SMALL, MOST_SMALL_NATIVE])
 @pytest.mark.parametrize("slots", [64, 192, 576, 2048])
-def test_chunks_cover_every_length_within_the_cache(slots):
+def test_chunks_cover_every_length_within_the_cache(slots, most_small):
     for count in range(slots):
-        sizes = plan_chunks(count, slots)
+        sizes = plan_chunks(count, slots, most_small)
         assert sum(sizes) >= count and sum(sizes) - count < max(CHUNKS)
         assert sum(sizes) <= slots
         tokens = np.arange(count, dtype=np.int32)
-        pieces = [chunk[:valid] for chunk, valid in split_chunks(tokens, slots)]
+        pieces = [chunk[:valid] for chunk, valid in split_chunks(tokens, slots, most_small)]
         np.testing.assert_array_equal(np.concatenate([*pieces, tokens[:0]]), tokens)

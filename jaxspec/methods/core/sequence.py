@@ -24,6 +24,9 @@ from jaxspec.sampling.processors import History, history_shapes, init_history, u
 # Rows of a prefill pass: few fixed sizes, so that no prompt length compiles anything new. On CPU 64 rows run at 60 % of
 # the arithmetic peak and 512 near it; a third size would cost another compilation for little.
 CHUNKS = (64, 512)
+# Most small passes in place of a large one, which costs about as much as six of them on a CPU. Native kernels compute
+# no padding: with them it takes less time than three small ones that hold the same tokens.
+MOST_SMALL, MOST_SMALL_NATIVE = 6, 2
 # After so many rounds in a row to which no draft added a token, a round whose batch is the root alone decodes several
 # tokens. Before, it decodes one: a draft that appears is noticed at once. A text begins as if it had been idle.
 IDLE_ROUNDS = 4
@@ -98,6 +101,7 @@ class ModelSequence:
         self.placement, self.slots = placement, slots
         self.chunk_slots = min(slots, chunk_slots or slots)
         self._layers, self._path, self._keeps_text = layers, path, keeps_text
+        self._most_small = MOST_SMALL_NATIVE if placement.plan.kernels.native else MOST_SMALL
         cfg, vocab, plan = placement.cfg, placement.text_vocab, placement.plan
         scalar = placement.array((), jnp.int32)
         self.state = sequence_shapes(placement, slots, keeps_text=keeps_text)
@@ -215,7 +219,7 @@ class ModelSequence:
         chunks, last = [], None
         if states is not None:
             return self._prefill_fed(params, state, tokens, states), None
-        for chunk, count in split_chunks(tokens, self.chunk_slots - start):
+        for chunk, count in split_chunks(tokens, self.chunk_slots - start, self._most_small):
             done = self._fill[len(chunk)](params, state, chunk, np.int32(count))
             if self._layers:
                 state, hidden, last = done
@@ -283,10 +287,10 @@ def fit_kept(kept: int, count: int, slots: int) -> int:
     return kept
 
 
-def plan_chunks(count: int, slots: int) -> list[int]:
+def plan_chunks(count: int, slots: int, most_small: int = MOST_SMALL) -> list[int]:
     """Chunk sizes that cover `count` tokens, padding included.
 
-    The last chunk may be padded; it is a large one only if that costs less than the small ones it replaces, and
+    The last chunk may be padded; it is a large one only in place of more than `most_small` small ones, and
     never if its padding would run over the end of a cache of `slots` slots (a write there would be moved back onto
     live slots).
     """
@@ -294,16 +298,15 @@ def plan_chunks(count: int, slots: int) -> list[int]:
     sizes = [large] * (count // large)
     rest = count - sum(sizes)
     smalls = -(-rest // small)
-    # Measured on CPU: a pass of 512 rows costs about as much as six of 64.
-    if smalls > 6 and sum(sizes) + large <= slots:
+    if smalls > most_small and sum(sizes) + large <= slots:
         return [*sizes, large]
     return [*sizes, *[small] * smalls]
 
 
-def split_chunks(tokens: np.ndarray, slots: int) -> Iterator[tuple[np.ndarray, int]]:
+def split_chunks(tokens: np.ndarray, slots: int, most_small: int = MOST_SMALL) -> Iterator[tuple[np.ndarray, int]]:
     """Padded int32 chunks of `tokens` `[n]`, each with the number of tokens that count."""
     start = 0
-    for size in plan_chunks(len(tokens), slots):
+    for size in plan_chunks(len(tokens), slots, most_small):
         yield pad_chunk(tokens[start : start + size], size)
         start += size
 
