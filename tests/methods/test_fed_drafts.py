@@ -373,7 +373,7 @@ class Turns:
     def observe(self, *outputs, allowed, delayed=False):
         return None
 
-    def leave_out(self):
+    def leave_out(self, ended=False):
         return None
 
 

@@ -25,7 +25,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.core.round import ModelParams
-from jaxspec.methods.core.sequence import CHUNKS, fit_kept, plan_chunks
+from jaxspec.methods.core.sequence import CHUNKS, MOST_SMALL, MOST_SMALL_NATIVE, fit_kept, plan_chunks
 
 PENALTIES = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {0: 6.0, 7: -np.inf}}
 
@@ -186,4 +186,5 @@ def test_chunks_after_what_is_kept_fit_into_the_cache(slots):
         for common in range(0, count + 1, 5):
             kept = fit_kept(common, count, slots)
             assert common - min(CHUNKS) < kept <= common
-            assert kept + sum(plan_chunks(count - kept, slots - kept)) <= slots
+            for most in (MOST_SMALL, MOST_SMALL_NATIVE):
+                assert kept + sum(plan_chunks(count - kept, slots - kept, most)) <= slots

@@ -82,11 +82,11 @@ def test_the_first_round_of_a_text_and_pauses_of_the_caller_are_not_counted(time
     assert timer.total_s < 100
 
 
-def test_a_round_after_one_that_is_left_out_is_not_timed(timer, clock):
-    timer.begin_text()
-    clock.seconds += 100.0
-    timer.leave_out()
-    for expected in (None, 3.0):
+def test_a_round_after_one_that_ended_is_timed(timer, clock):
+    for ended, expected in ((False, None), (True, 3.0)):
+        timer.begin_text()
+        clock.seconds += 100.0
+        timer.leave_out(ended=ended)
         clock.seconds += 3.0
         timer.observe(DRAFTED, allowed=True)
         assert timer.latest_s == expected

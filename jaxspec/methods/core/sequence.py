@@ -24,8 +24,8 @@ from jaxspec.sampling.processors import History, history_shapes, init_history, u
 # Rows of a prefill pass: few fixed sizes, so that no prompt length compiles anything new. On CPU 64 rows run at 60 % of
 # the arithmetic peak and 512 near it; a third size would cost another compilation for little.
 CHUNKS = (64, 512)
-# Most small passes in place of a large one, which costs about as much as six of them on a CPU. Native kernels compute
-# no padding: with them it takes less time than three small ones that hold the same tokens.
+# Most small passes in place of a large one, which costs some six of them on a CPU. Native kernels on one device compute
+# no padding. Of a delta rule with narrow keys, though, XLA rounds passes of other sizes otherwise.
 MOST_SMALL, MOST_SMALL_NATIVE = 6, 2
 # After so many rounds in a row to which no draft added a token, a round whose batch is the root alone decodes several
 # tokens. Before, it decodes one: a draft that appears is noticed at once. A text begins as if it had been idle.
@@ -101,8 +101,9 @@ class ModelSequence:
         self.placement, self.slots = placement, slots
         self.chunk_slots = min(slots, chunk_slots or slots)
         self._layers, self._path, self._keeps_text = layers, path, keeps_text
-        self._most_small = MOST_SMALL_NATIVE if placement.plan.kernels.native else MOST_SMALL
         cfg, vocab, plan = placement.cfg, placement.text_vocab, placement.plan
+        alike = plan.kernels.native and plan.tensor == 1 and (cfg.recurrent is None or cfg.recurrent.kind != "delta")
+        self._most_small = MOST_SMALL_NATIVE if alike else MOST_SMALL
         scalar = placement.array((), jnp.int32)
         self.state = sequence_shapes(placement, slots, keeps_text=keeps_text)
 
@@ -290,14 +291,12 @@ def fit_kept(kept: int, count: int, slots: int) -> int:
 def plan_chunks(count: int, slots: int, most_small: int = MOST_SMALL) -> list[int]:
     """Chunk sizes that cover `count` tokens, padding included.
 
-    The last chunk may be padded; it is a large one only in place of more than `most_small` small ones, and
-    never if its padding would run over the end of a cache of `slots` slots (a write there would be moved back onto
-    live slots).
+    The last chunk may be padded; it is a large one only in place of more than `most_small` small ones, and never if its
+    padding would run over the end of a cache of `slots` slots (a write there would be moved back onto live slots).
     """
     small, large = CHUNKS
     sizes = [large] * (count // large)
-    rest = count - sum(sizes)
-    smalls = -(-rest // small)
+    smalls = -(-(count % large) // small)
     if smalls > most_small and sum(sizes) + large <= slots:
         return [*sizes, large]
     return [*sizes, *[small] * smalls]

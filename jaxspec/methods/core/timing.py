@@ -90,9 +90,9 @@ class RoundTimer:
         self._last = None
         self._paused_until = 0
 
-    def leave_out(self) -> None:
-        """A round was read that is not to be timed, nor is the one after it."""
-        self._last = self.latest_s = None
+    def leave_out(self, ended: bool = False) -> None:
+        """A round was read that is not to be timed, nor is the one after it unless this one `ended` just now."""
+        self._last, self.latest_s = self.now() if ended else None, None
 
     def forget_drafts(self) -> None:
         """Drafts are made in another way from now on: what was measured of them says nothing."""
