@@ -31,7 +31,7 @@ def _run_layer(
     """One layer: the residual stream `x` and parts that it lacks yet, [P, T, D] or None, before and after; the cache.
 
     `own` are the rows' inputs of this layer alone, [T, P], `lent` the keys and values that it shares, [T, K, 2, H]. The
-    last result are those that it `lends`, or None.
+    last results are those that it `lends`, or None, and the residual stream that entered, with its parts.
 
     Only a kernel that adds and normalises at once is given parts, and leaves its own to the next layer.
     """
@@ -42,6 +42,7 @@ def _run_layer(
         x, joined = add_norm(x, added, layer["attn_norm"], cfg.norm_eps, _input_dtype(layer["qkv"]), active_rows)
     else:
         x = add_parts(x, added)
+    entered = x
 
     to_lend: list[jax.Array] = []
 
@@ -127,30 +128,31 @@ def _run_layer(
     if units is not None and units.ndim == 1:
         x, key, value = _run_if(units[0], attention_unit, x, key, value)
         (x,) = _run_if(units[1], mlp_unit, x)
-        return x, None, key, value, None
+        return x, None, key, value, None, entered
     if units is not None:
         attended, key, value = attention_unit(x, key, value)
         x = jnp.where(units[0][:, None], attended, x)
-        return jnp.where(units[1][:, None], mlp_unit(x)[0], x), None, key, value, None
+        return jnp.where(units[1][:, None], mlp_unit(x)[0], x), None, key, value, None, entered
     if all(runs):
         heads, key, value = attend(x, key, value)
         lending = to_lend[0] if lends else None
         if cache_only:
-            return x, None, key, value, lending
+            return x, None, key, value, lending, entered
         if fused:
-            return *_finish_in_parts(layer, cfg, x, heads, active_rows), key, value, lending
+            return *_finish_in_parts(layer, cfg, x, heads, active_rows), key, value, lending, entered
         end = route if route_only else add_mlp
 
         def finish(active_rows, x, heads):
             return end(active_rows, add_attention(active_rows, x, heads))
 
         x = map_active_rows(finish, active_rows, x, heads)
-        return (x if cfg.kinds is None else finish_kind(layer, cfg, x, own, active_rows)), None, key, value, lending
+        x = x if cfg.kinds is None else finish_kind(layer, cfg, x, own, active_rows)
+        return x, None, key, value, lending, entered
     if runs[0]:
         x, key, value = attention_unit(x, key, value)
     if runs[1]:
         (x,) = mlp_unit(x)
-    return x, None, key, value, None
+    return x, None, key, value, None, entered
 
 
 # Jitted so that equal layers are traced once: tracing thirty of them took a second per program. `kernels` is what the

@@ -239,7 +239,7 @@ def run_one_layer(
     window, sliding = frame.window, cfg.window(index)
     if window is not None and sliding is not None:
         window = window.cut(frame.position, sliding)
-    out, added, key, value, _ = run_layer(
+    out, added, key, value, *_ = run_layer(
         layer, x, None, frame.ropes[rope_settings(cfg).index(layer_rope(cfg, index))], key, value, frame.length,
         frame.position, window, None, runs=cfg.layer_units(index), cfg=cfg, experts=cfg.layer_experts(index),
         sliding=sliding, cache_only=False, route_only=route_only, kernels=registry.current(),
@@ -327,14 +327,11 @@ def run_layers(
     last = max(cfg.attention_layers) if sharing and window is None and not layers else cfg.num_layers - 1
     added = None
     for index, layer in enumerate(params["layers"][: last + 1]):
-        if index in layers:
-            x, added = add_parts(x, added), None
-            states[index] = x
         sliding, place = cfg.window(index), slot_of.get(index)
         key, value = ((), ()) if place is None else (tuple(keys[place]), tuple(values[place]))
         if index in place_of:
             key = (recurrent[place_of[index]],)
-        x, added, key, value, rows = run_layer(
+        x, added, key, value, rows, entered = run_layer(
             layer, x, added, ropes[layer_rope(cfg, index)], key, value, cache.length, position,
             None if window is None else cut[sliding],
             units[index] if isinstance(units, jax.Array) else None, joined if index == 0 or keys_only else None,
@@ -345,6 +342,7 @@ def run_layers(
             cache_only=keys_only or (window is None and index == last and not wants_end),
             kernels=registry.current(), lends=index in lenders,
         )  # fmt: skip
+        states |= {index: entered} if index in layers else {}
         if index in lenders:
             lent[index] = rows
         if place is not None:

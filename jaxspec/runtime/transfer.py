@@ -86,8 +86,10 @@ def _nearest(sources: list[Any], device: Any, index: int) -> Any:
     return same[index % len(same)] if same else ordered[index % len(ordered)]
 
 
-def read_scalar(array: jax.Array) -> int:
-    """A replicated integer, in every process, whichever of them hold it; waits for it."""
+def read_scalar(array: jax.Array | np.integer) -> int:
+    """A replicated integer, in every process, whichever of them hold it, or one of the host; waits for it."""
+    if not isinstance(array, jax.Array):
+        return int(array)
     held = {device.process_index for device in array.sharding.device_set}
     if len(held) == jax.process_count():
         return int(array)

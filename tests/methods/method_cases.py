@@ -267,8 +267,9 @@ class Steps:
         if pending is None:
             return state
         # The draft takes the prompt after the first round; here at once.
+        draft = state.draft if state.host.begin is None else state.host.begin(state.draft)
         return dataclasses.replace(
-            state, draft=self.runner.drafter.fill(self.params, state.draft, pending), host=HostState()
+            state, draft=self.runner.drafter.fill(self.params, draft, pending), host=HostState()
         )
 
     def step(self, room=1):

@@ -390,7 +390,8 @@ def test_plain_rounds_feed_the_draft_too(monkeypatch):
         assert {bool(one.drafted) for one in rounds} == {False, True}
         assert max(len(one.tokens) for one in rounds if not one.drafted) > 1
     steps, asked = Steps(FED_AUTO, "copy", LONG_PROMPT, 3, **SAMPLINGS["T=1"]), []
-    for turn in range(9):
+    steps.step()  # the draft begins after the first token
+    for turn in range(8):
         known = len(steps.text)
         steps.step()
         fresh = steps.prefilled(steps.text)
@@ -441,7 +442,7 @@ def test_a_draft_lacks_what_is_decoded_meanwhile_as_far_as_it_is_kept(monkeypatc
     monkeypatch.setattr(runner, "worth_taking", lambda *given: (asked.append(given), np.inf)[1])
     run(engine_of(FED_AUTO), params_of(FED_AUTO, "copy"), PROMPT[:3], 155, 2)
     lacking, most = zip(*asked, strict=True)
-    assert lacking[0] == 2 and lacking[-1] == lacking[0] + runner.drafter.unfed_rows
+    assert 2 < lacking[0] < lacking[-1] == 2 + runner.drafter.unfed_rows
     assert list(lacking) == sorted(lacking) and max(most) <= 155
 
 

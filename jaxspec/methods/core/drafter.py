@@ -325,6 +325,8 @@ def feed(
     rows, first = verified.tokens.shape[0], text.length - unfed.count
     assert cfg.features is not None
     runs = wanted if cfg.features.kind != "assistant" else wanted | ~unfed.has_room(verified)
+    # A text's first token has no state and no row, unless it is the root.
+    alone = (runs & (sequence.seen == 0) & (unfed.count > 1)).astype(jnp.int32)
 
     def run(sequence: SequenceState, done: Array) -> tuple[Array, Array, SequenceState]:
         token = jax.lax.dynamic_slice_in_dim(text.token, first + done, rows)
@@ -335,14 +337,15 @@ def feed(
 
     def run_next(carry: tuple) -> tuple:
         _, sequence, passes = carry
-        hidden, own, sequence = run(sequence, passes * rows)
+        hidden, own, sequence = run(sequence, alone + passes * rows)
         return (hidden, own), sequence, passes + 1
 
     hidden, own, _ = jax.eval_shape(run, sequence, unfed.count)
     blank = jnp.zeros(hidden.shape, hidden.dtype), jnp.zeros(own.shape, own.dtype)
+    sequence = dataclasses.replace(sequence, seen=sequence.seen + alone)
     with jax.named_scope("draft/catch_up"):
         root, sequence, passes = jax.lax.while_loop(
-            lambda carry: runs & (carry[2] * rows < unfed.count), run_next, (blank, sequence, jnp.int32(0))
+            lambda carry: runs & (alone + carry[2] * rows < unfed.count), run_next, (blank, sequence, jnp.int32(0))
         )
     return sequence, Unfed(unfed.states, jnp.where(runs, 0, unfed.count)), root, passes
 

@@ -152,7 +152,9 @@ class HostState:
     dispatched: collections.deque[tuple[bool | None, bool]] = dataclasses.field(default_factory=collections.deque)
     pending: Pending | None = None  # what the draft has still to take
     begun: bool = False  # whether a round was dispatched
-    filled: bool = False  # whether the draft takes the prompt before the next dispatch
+    # What the first token does not wait for: how the draft begins the text, and what it takes in after that.
+    begin: Callable[[Any], Any] | None = None
+    skipped: Verified | None = None
     # Of the next round under a constraint, already drafted: the draft has taken in what was verified, whose count is 0.
     ahead: Draft | None = None
     read: int = 0  # tokens of rounds that were read
@@ -213,6 +215,11 @@ class SpeculativeRunner(Runner):
             )
             self.programs = (*(one for one in self.programs if one not in self.single), self.shared_rounds)
 
+    @property
+    def _plain_first(self) -> bool:
+        """Whether the first token waits for no others, and not for the draft."""
+        return self.timer is not None and self.drafter.drops
+
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
         if self.timer is not None:
             self.timer.begin_text()
@@ -226,6 +233,8 @@ class SpeculativeRunner(Runner):
     def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
         if self.timer is not None:
             self.timer.begin_text()
+        if common and state.host.begin is not None:
+            state = dataclasses.replace(state, draft=state.host.begin(state.draft))
         count, draft, host = len(tokens) - 1, state.draft, state.host
         kept, known = self._plan_kept(state, common, count)
         if self._is_fed and known and not host.begun and host.pending is not None:
@@ -233,10 +242,14 @@ class SpeculativeRunner(Runner):
         elif self._is_fed and known and host.begun and self.drafter.num_rows_kept(draft) < known:
             draft = self.drafter.skip(params, draft, state.verified, flush=True)
         target, states = self.executor.resume(params.target, state.target, tokens, kept)
-        draft, rows = self.drafter.resume(params, draft, tokens, known, states, common > 0 and not host.begun)
+        begun, rows, same = HostState(), 0, common > 0 and not host.begun
+        if self._plain_first and not known:
+            begun.begin = lambda draft: self.drafter.resume(params, draft, tokens, 0, None, same)[0]
+        else:
+            draft, rows = self.drafter.resume(params, draft, tokens, known, states, same)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
         pending = Pending(tokens[kept - known : -1], states, rows, kept - known)
-        return self._begin(params, SpeculativeState(target, draft, verified, HostState()), pending)
+        return self._begin(params, SpeculativeState(target, draft, verified, begun), pending)
 
     def _outgrows(self, state: SpeculativeState) -> bool:
         """Whether `state` is of a smaller capacity, and the draft lacks tokens of which it has the states."""
@@ -266,16 +279,19 @@ class SpeculativeRunner(Runner):
         Short answers end before a draft has paid for the prompt. It takes it once that is little beside the answer and
         it is not `paused`.
         """
-        host, drafter = state.host, self.drafter
-        if host.pending is None:
-            return state.draft, False
-        # What was decoded meanwhile, too, as far as it is kept for a draft that is fed hidden states.
-        missing = len(host.pending.tokens) - host.pending.known + min(host.read, drafter.unfed_rows or host.read)
-        own = host.read - host.copied
-        if drafter.rests and (paused or own < self.worth_taking(missing, host.read + room)):
-            return state.draft, True
-        pending, host.pending, host.filled = host.pending, None, True
-        return drafter.fill(params, state.draft, pending), False
+        host, drafter, draft, resting = state.host, self.drafter, state.draft, False
+        if host.begin is not None:
+            draft, host.begin = host.begin(draft), None
+        if host.pending is not None:
+            # What was decoded meanwhile, too, as far as it is kept for a draft that is fed hidden states.
+            missing = len(host.pending.tokens) - host.pending.known + min(host.read, drafter.unfed_rows or host.read)
+            own = host.read - host.copied
+            resting = drafter.rests and (paused or own < self.worth_taking(missing, host.read + room))
+            if not resting:
+                draft, host.pending = drafter.fill(params, draft, host.pending), None
+        if host.skipped is not None:
+            draft, host.skipped = drafter.skip(params, draft, host.skipped), None
+        return draft, resting
 
     def num_cached(self, state: SpeculativeState, common: int, count: int) -> int:
         return self._plan_kept(state, common, count)[0]
@@ -294,7 +310,7 @@ class SpeculativeRunner(Runner):
         unread = None if host.begun else host.pending  # of an interrupted prompt, or of the piece before
         fresh = cached(state, min(common, count - 1), count)
         begins = 0 if unread is None else unread.begins
-        missing = host.begun and drafter.num_missing(state.draft)
+        missing = host.begun and (host.begin is not None or drafter.num_missing(state.draft))
         if outgrows or missing or fresh < begins or count - fresh >= self.most_taken:
             return fresh, 0
         if unread is not None:
@@ -319,25 +335,25 @@ class SpeculativeRunner(Runner):
         shared = None if trace.active is not None else self.shared_rounds
         wanted = self.single if shared is None else (shared,)
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
-        host, first = state.host, not state.host.begun
-        host.begun = True
-        copies = self.timer is not None and self.drafter.drops and self.drafter.placement is None
-        unsettled = loading or (first and (copies or host.pending is not None))  # the first token waits for no others
+        host, plain_first = state.host, self._plain_first and not state.host.begun
+        host.begun, unread = True, host.pending
+        unsettled = loading or plain_first
         paused = self.timer is not None and not unsettled and not self.timer.may_draft()
-        if unsettled or (paused and not (shared is not None and self.drafter.rests)):
-            target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
-            # After it, so that the first token does not wait for the draft.
-            delayed, host.filled = host.filled, False
+        if plain_first:
+            draft, resting, host.skipped = state.draft, False, state.verified
+        else:
             draft, resting = self._take_prompt(params, state, room, paused)
+        delayed = host.pending is not unread
+        # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
+        if unsettled or (paused and not (shared is not None and self.drafter.rests)):
+            if not plain_first:
+                draft = self.drafter.skip(params, draft, state.verified)
             self.drafter.rest(resting)
             host.dispatched.append((None if unsettled else False, delayed))
-            draft = self.drafter.skip(params, draft, state.verified)
+            target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
             return SpeculativeState(target, draft, verified, host), round_, min_tokens
-        # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
-        draft, resting = self._take_prompt(params, state, room, paused)
         self.drafter.rest(resting or paused)
-        host.dispatched.append((not paused, host.filled))
-        host.filled = False
+        host.dispatched.append((not paused, delayed))
         if shared is not None:
             count = min(ROUNDS_PER_DISPATCH, room)
             target, draft, verified, rounds = self.dispatch_rounds(

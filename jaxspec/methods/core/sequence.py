@@ -129,7 +129,9 @@ class ModelSequence:
         self._create = Program(f"{role} create", create, plan, [scalar], self.state)
         args = [self.state, row, scalar, scalar]
         self._rewind = Program(f"{role} rewind", rewind, plan, args, self.state, donate=[0])
-        self.programs: Sequence[Program] = (self._create, self._rewind, *self._declare_fill(role))
+        self._cuts = not keeps_text and cfg.recurrent is None  # a cache alone is cut by its length
+        others = () if self._cuts else (self._rewind,)
+        self.programs: Sequence[Program] = (self._create, *others, *self._declare_fill(role))
 
     def _declare_fill(self, role: str) -> Sequence[Program]:
         """Programs that commit a chunk of a prompt, with or without hidden states."""
@@ -176,6 +178,9 @@ class ModelSequence:
         """
         if len(kept) > self.slots:
             raise ValueError(f"{len(kept)} tokens cannot be kept in a cache of {self.slots} slots")
+        if self._cuts:  # the next program takes these numbers
+            cache = dataclasses.replace(state.cache, length=np.int32(len(kept)))
+            return SequenceState(cache, seen=ABSENT if self.placement.cfg.features is None else np.int32(0))
         token = np.zeros(self.slots, np.int32)
         token[: len(kept)] = kept
         return self._rewind(state, token, np.int32(len(kept)), np.int32(root))

@@ -17,7 +17,7 @@ from jaxspec.methods.core.cost_model import CostModel, init_acceptance
 from jaxspec.methods.core.drafter import Drafter, Pending, Unfed, feed
 from jaxspec.methods.core.proposals import DraftModel, Propose
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
-from jaxspec.methods.core.sequence import ModelSequence, PromptStates, SequenceState
+from jaxspec.methods.core.sequence import ABSENT, ModelSequence, PromptStates, SequenceState
 from jaxspec.methods.core.tree_round import (
     FIRST_PATIENCE,
     NEVER,
@@ -97,9 +97,10 @@ class TreeDrafter(Drafter):
         def create(sequence):
             return begin(sequence, init_acceptance() if settings.learns else None)
 
-        def restart(sequence, stats, idle, patience):
-            begun = begin(sequence, None if stats is None else stats.next_text())
-            return dataclasses.replace(begun, idle=idle, patience=patience)
+        def restart(state):
+            begun = begin(state.sequence, None if state.stats is None else state.stats.next_text())
+            left = None if state.unfed is None else dataclasses.replace(state.unfed, count=jnp.int32(0))
+            return dataclasses.replace(begun, idle=state.idle, patience=state.patience, unfed=left)
 
         def draft(params, state, verified, history, request, costs=None):
             model = DraftModel(params, placement, propose, request) if propose is not None else None
@@ -129,8 +130,7 @@ class TreeDrafter(Drafter):
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
         self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar, unfed)
         self._create = Program("draft begin", create, plan, [sequence], state, donate=[0])
-        kept = [sequence, stats, scalar, scalar]
-        self._restart = Program("draft begin again", restart, plan, kept, state, donate=[0, 1])
+        self._restart = Program("draft begin again", restart, plan, [what_stays(state)], state, donate=[0])
         params = placement.params() if has_model else ()
         shapes = [] if costs is None else [costs.shapes(placement)]
         context = [history_shapes(placement), request_shapes(placement)] if has_model else [(), ()]
@@ -212,12 +212,12 @@ class TreeDrafter(Drafter):
 
     def _begin(self, sequence: SequenceState | None, state: TreeState | None) -> TreeState:
         if state is not None:
-            return self._restart(sequence, state.stats, state.idle, state.patience)
+            return self._restart(what_stays(dataclasses.replace(state, sequence=sequence)))
+        created = self._create(sequence)
         if self.learned is None:
-            return self._create(sequence)
+            return created
         stats = place_like(self.learned, self.state.stats)
-        first = place(np.int32(FIRST_PATIENCE), self.state.idle.sharding)
-        return self._restart(sequence, stats, first, first)
+        return self._restart(what_stays(dataclasses.replace(created, stats=stats)))
 
     def _text_of(self, tokens: np.ndarray) -> Text:
         """The buffer with int32 `tokens` `[n]`, on the host: the first program of a text takes it."""
@@ -228,3 +228,8 @@ class TreeDrafter(Drafter):
         token[start : start + len(tokens)] = tokens
         length = np.int32(start + len(tokens))
         return Text(token, length, np.int32(start))  # pyright: ignore[reportArgumentType]
+
+
+def what_stays(state: TreeState) -> TreeState:
+    """What the next text begins with; the rest depends on the capacity, or is new."""
+    return dataclasses.replace(state, text=ABSENT, tree=None, nodes=None)
