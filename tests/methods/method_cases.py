@@ -268,9 +268,7 @@ class Steps:
             return state
         # The draft takes the prompt after the first round; here at once.
         draft = state.draft if state.host.begin is None else state.host.begin(state.draft)
-        return dataclasses.replace(
-            state, draft=self.runner.drafter.fill(self.params, draft, pending), host=HostState()
-        )
+        return dataclasses.replace(state, draft=self.runner.drafter.fill(self.params, draft, pending), host=HostState())
 
     def step(self, room=1):
         """Run a round, or the rounds of a dispatch with more `room`; returns their tokens."""
