@@ -33,16 +33,6 @@ def place_like(tree: Any, shapes: Any) -> Any:
     return jax.device_put(tree, shardings) if jax.process_count() == 1 else jax.tree.map(place, tree, shardings)
 
 
-def place_again(tree: Any, known: Any, placed: Any) -> Any:
-    """Values like those of `known`, which were `placed`: what is equal stays there and is not sent again."""
-    leaves, structure = jax.tree.flatten(tree)
-    there = jax.tree.leaves(placed)
-    new = [i for i, (one, other) in enumerate(zip(leaves, jax.tree.leaves(known), strict=True)) if np.any(one != other)]
-    for i, array in zip(new, place_like([leaves[i] for i in new], [there[i] for i in new]), strict=True):
-        there[i] = array
-    return jax.tree.unflatten(structure, there)
-
-
 def zeros_of(tree: Any) -> Any:
     """Zeros in the place of arrays, on the same devices."""
     return place_like(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), tree), tree)

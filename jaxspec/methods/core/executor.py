@@ -17,7 +17,7 @@ from jaxspec.methods.core.verify import Rule, decode_steps, match, verify
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.runtime.transfer import place_again, place_like
+from jaxspec.runtime.transfer import place_like
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.request import Request, make_request, request_shapes
 from jaxspec.sampling.variant import find_variant
@@ -81,10 +81,9 @@ class TargetExecutor(abc.ABC):
     def decode(self, params: Params, state: SequenceState, request: Request, steps: int) -> Decoded:
         """Decode about `steps` tokens without a draft; the last result says how many."""
 
-    @functools.cached_property
-    def place_request(self) -> "RequestPlacer":
-        """Places requests on the target's devices."""
-        return RequestPlacer(self.placement, self.placement.cfg.vocab_size)
+    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
+        """A request on the target's devices."""
+        return place_request(self.placement, sampling, seed, self.placement.cfg.vocab_size, prompt_tokens)
 
 
 class ResidentExecutor(TargetExecutor):
@@ -171,20 +170,10 @@ def make_executor(target: Placement, slots: int, **settings: Any) -> TargetExecu
     return (target.executor or ResidentExecutor)(target, slots, **settings)
 
 
-class RequestPlacer:
-    """Places a text's request on the devices of a model; what was equal in the last one is not sent again."""
-
-    def __init__(self, placement: Placement, vocab_size: int):
-        """`vocab_size` is the target's, whose tokens a bias may name."""
-        self._placement, self._vocab_size = placement, vocab_size
-        self._latest: tuple[Request, Request] | None = None  # on the host and on the devices
-
-    def __call__(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
-        placement = self._placement
-        made = make_request(sampling, seed, self._vocab_size, placement.padded_vocab, prompt_tokens)
-        if self._latest is None:
-            placed = place_like(made, request_shapes(placement, made))
-        else:
-            placed = place_again(made, *self._latest)
-        self._latest = made, placed
-        return placed if placement.plan.kernels.takes_cpu_forms else placed.of_variant(find_variant(sampling))
+def place_request(
+    placement: Placement, sampling: SamplingParams, seed: int, vocab_size: int, prompt_tokens: int = 0
+) -> Request:
+    """A request on a model's devices; `vocab_size` is the target's, whose tokens a bias may name."""
+    request = make_request(sampling, seed, vocab_size, placement.padded_vocab, prompt_tokens)
+    request = place_like(request, request_shapes(placement, request))
+    return request if placement.plan.kernels.takes_cpu_forms else request.of_variant(find_variant(sampling))

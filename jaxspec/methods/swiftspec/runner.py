@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.constrained import ConstrainedPasses
-from jaxspec.methods.core.executor import RequestPlacer, make_executor
+from jaxspec.methods.core.executor import make_executor, place_request
 from jaxspec.methods.core.proposals import Propose
 from jaxspec.methods.core.round import ModelParams, Models, Round, verified_shapes
 from jaxspec.methods.core.runner import Runner
@@ -80,7 +80,6 @@ class SwiftSpecRunner(Runner):
         target, draft = models
         assert draft is not None
         self._target, self._draft, self._growth = target, draft, growth
-        self._place_requests = [RequestPlacer(model, target.cfg.vocab_size) for model in (target, draft)]
         self._adaptive = adaptive
         # Devices that wait for the target's layers have time for the draft.
         idle = target.resident_layers is not None
@@ -218,7 +217,10 @@ class SwiftSpecRunner(Runner):
         return SwiftSpecState(target, draft, _with_states(self._first_verified(int(tokens[-1])), states))
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Requests:
-        return Requests(*(place_one(sampling, seed, prompt_tokens) for place_one in self._place_requests))
+        size = self._target.cfg.vocab_size
+        return Requests(
+            *(place_request(model, sampling, seed, size, prompt_tokens) for model in (self._target, self._draft))
+        )
 
     def constrain(self) -> ConstrainedPasses:
         if self._constrained is None:
