@@ -65,7 +65,7 @@ def test_prefill_in_chunks_equals_token_by_token(engine, params, length):
     runner = engine.runner
     state = runner.start(prompt[0], None)
     for token in prompt[1:]:
-        state, _ = runner.executor.prefill(params, state, np.array([int(state.root)], np.int32))
+        state, _ = runner.executor.sequence.prefill(params, state, np.array([int(state.root)], np.int32))
         state = dataclasses.replace(state, root=jax.device_put(np.int32(token), state.root.sharding))
     chunked = runner.resume(ModelParams(params), runner.start(0, None), np.array(prompt, np.int32), 0)
     assert int(chunked.cache.length) == int(state.cache.length) == length - 1

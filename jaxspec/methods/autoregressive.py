@@ -56,10 +56,10 @@ class AutoregressiveRunner(Runner):
         self._constrained: ConstrainedSteps | None = None
 
     def start(self, root: int, state: SequenceState | None) -> SequenceState:
-        return self.executor.start(root, state)
+        return self.executor.sequence.start(root, state)
 
     def resume(self, params: ModelParams, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
-        return self.executor.resume(params.target, state, tokens, common)[0]
+        return self.executor.sequence.resume(params.target, state, tokens, common)[0]
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
         return self.executor.place_request(sampling, seed, prompt_tokens)

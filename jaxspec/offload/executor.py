@@ -190,12 +190,12 @@ class StreamingExecutor(TargetExecutor):
         self.placement, self.slots = target, slots
         self.verified: Any = verified_shapes(target, max(max_path, steps), layers)
         path = self.verified.tokens.shape[0]
-        self._sequence = StreamedSequence(target, slots, "target", layers=layers, path=path, chunk_slots=chunk_slots)
-        self._layers = self._sequence.layer_programs
-        self.state = self._sequence.state
+        self.sequence = StreamedSequence(target, slots, "target", layers=layers, path=path, chunk_slots=chunk_slots)
+        self._layers = self.sequence.layer_programs
+        self.state = self.sequence.state
         resident, request, scalar = resident_shapes(target), request_shapes(target), target.array((), jnp.int32)
         out = (self.state, self.verified, round_shapes(target, path))
-        cfg, plan, programs = target.cfg, target.plan, [*self._sequence.programs]
+        cfg, plan, programs = target.cfg, target.plan, [*self.sequence.programs]
 
         if steps:
 

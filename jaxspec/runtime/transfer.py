@@ -88,10 +88,8 @@ def _nearest(sources: list[Any], device: Any, index: int) -> Any:
 
 def read_scalar(array: jax.Array | np.integer) -> int:
     """A replicated integer, in every process, whichever of them hold it, or one of the host; waits for it."""
-    if not isinstance(array, jax.Array):
-        return int(array)
-    held = {device.process_index for device in array.sharding.device_set}
-    if len(held) == jax.process_count():
+    held = {device.process_index for device in array.sharding.device_set} if isinstance(array, jax.Array) else ()
+    if len(held) in (0, jax.process_count()):
         return int(array)
     known = [int(shard.data) for shard in array.addressable_shards[:1]]
     return next(values[0] for values in hosts.gather("a scalar", known) if values)

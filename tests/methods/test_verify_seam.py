@@ -57,8 +57,8 @@ def executor_of(case):
 
 def begin(case, tokens):
     """A sequence whose last token is the root."""
-    executor, params = executor_of(case), target_params(case.family, case.degree)
-    return executor.prefill(params, executor.start(tokens[-1], None), np.array(tokens[:-1], np.int32))[0]
+    sequence, params = executor_of(case).sequence, target_params(case.family, case.degree)
+    return sequence.prefill(params, sequence.start(tokens[-1], None), np.array(tokens[:-1], np.int32))[0]
 
 
 @functools.cache

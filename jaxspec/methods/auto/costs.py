@@ -5,7 +5,6 @@ The first start runs each kind of round a few times on a text of its own (`measu
 
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.config import SamplingParams
+from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.methods.auto.online import CostFilter, differ
 from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, measured_rows, save_costs, save_learned
 from jaxspec.methods.core.cost_model import PRIOR_MEAN, CostModel, init_acceptance
@@ -274,9 +273,9 @@ class MeasuringRunner(SpeculativeRunner):
         self.worth.believe(costs.chain_gain(PRIOR_MEAN, self._length) if usual is None else costs.gain(*usual))
 
     @property
-    def most_taken(self) -> float:
+    def most_taken(self) -> int:
         if not self.drafter.rests:
-            return math.inf
+            return MOST_TOKENS
         most = (MOST_OF_PROMPT - self.costs.round) / max(self._token_taken, 1e-6)
         return max(CHUNKS[0], int(most))
 

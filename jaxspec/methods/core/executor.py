@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.round import Round, pack_round, round_shapes, verified_shapes
-from jaxspec.methods.core.sequence import ModelSequence, PromptStates, SequenceState
+from jaxspec.methods.core.sequence import ModelSequence, SequenceState
 from jaxspec.methods.core.verify import Rule, decode_steps, match, verify
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
@@ -41,32 +41,7 @@ class TargetExecutor(abc.ABC):
     in_flight: int  # dispatches that are worth making before the first of them is read
     check: Check | None = None  # what `verify` runs, for one shard; None where that is no single function
     verify_program: Program | None = None  # that `verify` dispatches; None where it has several, or cannot verify
-    _sequence: ModelSequence
-
-    @property
-    def chunk_slots(self) -> int:
-        """Capacity that the chunks of prompts fit into."""
-        return self._sequence.chunk_slots
-
-    def start(self, root: int, state: SequenceState | None) -> SequenceState:
-        """An empty sequence whose last verified token is `root`."""
-        return self._sequence.start(root, state)
-
-    def prefill(
-        self, params: Params, state: SequenceState, tokens: np.ndarray
-    ) -> tuple[SequenceState, PromptStates | None]:
-        """Commit int32 `tokens` `[n]`; the second result is their hidden states, None where no draft is fed them."""
-        return self._sequence.prefill(params, state, tokens)
-
-    def resume(
-        self, params: Params, state: SequenceState, tokens: np.ndarray, common: int
-    ) -> tuple[SequenceState, PromptStates | None]:
-        """Begin with the `common` first tokens of another sequence, see `ModelSequence.resume`."""
-        return self._sequence.resume(params, state, tokens, common)
-
-    def rewindable(self, state: SequenceState, kept: int) -> int:
-        """`kept`, or 0 where the cache of `state` has lost what continues so many tokens."""
-        return self._sequence.rewindable(state, kept)
+    sequence: ModelSequence  # how its texts start, rewind and prefill
 
     @abc.abstractmethod
     def verify(
@@ -113,12 +88,12 @@ class ResidentExecutor(TargetExecutor):
         self.verified: Any = verified_shapes(target, max(max_path, steps), layers)
         max_path = self.verified.tokens.shape[0]
         self.max_path, self.reply = max_path, reply
-        self._sequence = ModelSequence(target, slots, "target", layers=layers, path=max_path, chunk_slots=chunk_slots)
-        self.state = self._sequence.state
+        self.sequence = ModelSequence(target, slots, "target", layers=layers, path=max_path, chunk_slots=chunk_slots)
+        self.state = self.sequence.state
         round_, request, params = round_shapes(target, max_path), request_shapes(target), target.params()
         # Whether the number of passes is data. Programs capture flags, not `self`: they become part of the stored key.
         self._counts_on_device, may_idle = target.plan.kernels.loops_are_free, target.plan.kernels.takes_cpu_forms
-        self.programs: Sequence[Program] = tuple(self._sequence.programs)
+        self.programs: Sequence[Program] = tuple(self.sequence.programs)
 
         def decode(params, state, request, steps):
             state, verified = decode_steps(params, target, state, request, steps, max_path, layers)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.config import SamplingParams
+from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.methods.core.constrained import ConstrainedPasses, ConstrainedSteps
 from jaxspec.methods.core.drafter import Drafter, Pending, Propose
 from jaxspec.methods.core.executor import TargetExecutor, make_executor
@@ -123,8 +123,8 @@ class Runner(abc.ABC):
 
     def num_cached(self, state: Any, common: int, count: int) -> int:
         """How many of `common` tokens `resume` keeps, of a text with `count` tokens before its root."""
-        kept = fit_kept(common, count, self.executor.chunk_slots)
-        return self.executor.rewindable(getattr(state, "target", state), kept)
+        kept = fit_kept(common, count, self.executor.sequence.chunk_slots)
+        return self.executor.sequence.rewindable(getattr(state, "target", state), kept)
 
     def observe(self, state: Any, outputs: Sequence[StepOutput]) -> None:
         """Take in the rounds of one dispatch, which the host has read; those of one sequence come in order."""
@@ -175,7 +175,7 @@ class SpeculativeState:
 class SpeculativeRunner(Runner):
     """Drafts and verifies in turn on one set of devices: two programs a round, or one for several rounds."""
 
-    most_taken: float = math.inf  # last tokens of a prompt that a draft takes which is fed hidden states
+    most_taken: int = MOST_TOKENS  # last tokens of a prompt that a draft takes which is fed hidden states
 
     def __init__(
         self, target: Placement, tokens: int, make_drafter: Callable[[Verified], Drafter], *, max_path: int,
@@ -215,16 +215,11 @@ class SpeculativeRunner(Runner):
             )
             self.programs = (*(one for one in self.programs if one not in self.single), self.shared_rounds)
 
-    @property
-    def _plain_first(self) -> bool:
-        """Whether the first token waits for no others, and not for the draft."""
-        return self.timer is not None and self.drafter.drops
-
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
         if self.timer is not None:
             self.timer.begin_text()
         return SpeculativeState(
-            self.executor.start(root, None if state is None else state.target),
+            self.executor.sequence.start(root, None if state is None else state.target),
             self.drafter.start(root, None if state is None else state.draft),
             first_verified(self.executor.verified, root),
             HostState(),
@@ -241,31 +236,19 @@ class SpeculativeRunner(Runner):
             draft = self.drafter.fill(params, draft, host.pending)
         elif self._is_fed and known and host.begun and self.drafter.num_rows_kept(draft) < known:
             draft = self.drafter.skip(params, draft, state.verified, flush=True)
-        target, states = self.executor.resume(params.target, state.target, tokens, kept)
+        target, states = self.executor.sequence.resume(params.target, state.target, tokens, kept)
         begun, rows, same = HostState(), 0, common > 0 and not host.begun
-        if self._plain_first and not known:
+        if self.timer is not None and self.drafter.drops and not known:
             begun.begin = lambda draft: self.drafter.resume(params, draft, tokens, 0, None, same)[0]
         else:
             draft, rows = self.drafter.resume(params, draft, tokens, known, states, same)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
         pending = Pending(tokens[kept - known : -1], states, rows, kept - known)
-        return self._begin(params, SpeculativeState(target, draft, verified, begun), pending)
-
-    def _outgrows(self, state: SpeculativeState) -> bool:
-        """Whether `state` is of a smaller capacity, and the draft lacks tokens of which it has the states."""
-        lacks = self.drafter.unfed_rows or (state.host.pending is not None and not state.host.begun)
-        return bool(lacks) and state.target.cache.slots < self.slots
-
-    def _begin(self, params: ModelParams, state: SpeculativeState, pending: Pending) -> SpeculativeState:
-        """The state before the first round; where that is a plain one, the draft takes the prompt after it."""
-        before = len(pending.tokens) - self.most_taken
-        if pending.states is not None and not pending.known and before > 0:
-            states = pending.states.of_last(int(before))
-            pending = Pending(pending.tokens[int(before) :], states, 0, pending.begins + int(before))
-        if self.timer is not None and self.drafter.defers:
-            state.host.pending = pending
-            return state
-        return dataclasses.replace(state, draft=self.drafter.fill(params, state.draft, pending))
+        before = max(0, len(pending.tokens) - self.most_taken)
+        if states is not None and not rows and before:
+            pending = Pending(pending.tokens[before:], states.of_last(before), 0, pending.begins + before)
+        begun.pending = pending if self.drafter.defers else None
+        return SpeculativeState(target, draft, verified, begun)
 
     def worth_taking(self, tokens: int, most: float) -> float:
         """Tokens of an answer, which has at most `most`, after which a draft takes the `tokens` that it lacks."""
@@ -302,7 +285,9 @@ class SpeculativeRunner(Runner):
         if not self._is_fed or not common:
             kept = cached(state, common, count)
             return kept, kept
-        outgrows = self._outgrows(state)
+        # A draft that lacks tokens of which it has the states, and goes on with more capacity.
+        lacks = drafter.unfed_rows or (host.pending is not None and not host.begun)
+        outgrows = bool(lacks) and state.target.cache.slots < self.slots
         if outgrows and not drafter.rests:
             return 0, 0  # the positions of such a draft's keys have no gap
         # States are not kept beyond a text, or a piece of a prompt: that of the token before the first one that the
@@ -322,7 +307,7 @@ class SpeculativeRunner(Runner):
         kept = cached(state, min(common - 1, rows), count)
         known = kept - begins
         # Where it would take some of them again, their states were not kept.
-        fits = not begins or fit_kept(known, count, self.executor.chunk_slots) == known
+        fits = not begins or fit_kept(known, count, self.executor.sequence.chunk_slots) == known
         return kept, known if fits and known > 0 else 0
 
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
@@ -335,7 +320,8 @@ class SpeculativeRunner(Runner):
         shared = None if trace.active is not None else self.shared_rounds
         wanted = self.single if shared is None else (shared,)
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
-        host, plain_first = state.host, self._plain_first and not state.host.begun
+        # The first token waits for no others, and not for the draft.
+        host, plain_first = state.host, self.timer is not None and self.drafter.drops and not state.host.begun
         host.begun, unread = True, host.pending
         unsettled = loading or plain_first
         paused = self.timer is not None and not unsettled and not self.timer.may_draft()

@@ -125,13 +125,12 @@ class ModelSequence:
             history = update_history(history, token, jnp.arange(slots) < length, vocab, generated=False)
             return begin(rewind_cache(state.cache, length), history, root)
 
-        row = placement.array((slots,), jnp.int32)
         self._create = Program(f"{role} create", create, plan, [scalar], self.state)
-        args = [self.state, row, scalar, scalar]
+        args = [self.state, placement.array((slots,), jnp.int32), scalar, scalar]
         self._rewind = Program(f"{role} rewind", rewind, plan, args, self.state, donate=[0])
         self._cuts = not keeps_text and cfg.recurrent is None  # a cache alone is cut by its length
-        others = () if self._cuts else (self._rewind,)
-        self.programs: Sequence[Program] = (self._create, *others, *self._declare_fill(role))
+        begins = (self._create,) if self._cuts else (self._create, self._rewind)
+        self.programs: Sequence[Program] = (*begins, *self._declare_fill(role))
 
     def _declare_fill(self, role: str) -> Sequence[Program]:
         """Programs that commit a chunk of a prompt, with or without hidden states."""

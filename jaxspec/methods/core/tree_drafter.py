@@ -130,7 +130,8 @@ class TreeDrafter(Drafter):
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
         self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar, unfed)
         self._create = Program("draft begin", create, plan, [sequence], state, donate=[0])
-        self._restart = Program("draft begin again", restart, plan, [what_stays(state)], state, donate=[0])
+        kept = [dataclasses.replace(state, text=ABSENT, tree=None, nodes=None)]
+        self._restart = Program("draft begin again", restart, plan, kept, state, donate=[0])
         params = placement.params() if has_model else ()
         shapes = [] if costs is None else [costs.shapes(placement)]
         context = [history_shapes(placement), request_shapes(placement)] if has_model else [(), ()]
@@ -211,13 +212,14 @@ class TreeDrafter(Drafter):
         return dataclasses.replace(state, nodes=zeros_of(state.nodes), stats=stats)
 
     def _begin(self, sequence: SequenceState | None, state: TreeState | None) -> TreeState:
-        if state is not None:
-            return self._restart(what_stays(dataclasses.replace(state, sequence=sequence)))
-        created = self._create(sequence)
-        if self.learned is None:
-            return created
-        stats = place_like(self.learned, self.state.stats)
-        return self._restart(what_stays(dataclasses.replace(created, stats=stats)))
+        if state is None:
+            state = self._create(sequence)
+            if self.learned is None:
+                return state
+            state = dataclasses.replace(state, stats=place_like(self.learned, self.state.stats))
+            sequence = state.sequence
+        # The rest depends on the capacity, or is new.
+        return self._restart(dataclasses.replace(state, sequence=sequence, text=ABSENT, tree=None, nodes=None))
 
     def _text_of(self, tokens: np.ndarray) -> Text:
         """The buffer with int32 `tokens` `[n]`, on the host: the first program of a text takes it."""
@@ -228,8 +230,3 @@ class TreeDrafter(Drafter):
         token[start : start + len(tokens)] = tokens
         length = np.int32(start + len(tokens))
         return Text(token, length, np.int32(start))  # pyright: ignore[reportArgumentType]
-
-
-def what_stays(state: TreeState) -> TreeState:
-    """What the next text begins with; the rest depends on the capacity, or is new."""
-    return dataclasses.replace(state, text=ABSENT, tree=None, nodes=None)

@@ -175,7 +175,7 @@ class SwiftSpecRunner(Runner):
 
         def verify() -> Any:
             # From the start each time: a round commits what it accepts.
-            held[0] = dataclasses.replace(held[0], target=self.executor.start(0, held[0].target))
+            held[0] = dataclasses.replace(held[0], target=self.executor.sequence.start(0, held[0].target))
             jax.block_until_ready(held[0].target)
 
             def dispatch() -> Any:
@@ -205,14 +205,14 @@ class SwiftSpecRunner(Runner):
 
     def start(self, root: int, state: SwiftSpecState | None) -> SwiftSpecState:
         return SwiftSpecState(
-            self.executor.start(root, None if state is None else state.target),
+            self.executor.sequence.start(root, None if state is None else state.target),
             self.drafter.start(root, None if state is None else state.draft),
             self._first_verified(root),
         )
 
     def resume(self, params: ModelParams, state: SwiftSpecState, tokens: np.ndarray, common: int) -> SwiftSpecState:
         kept = self.num_cached(state, common, len(tokens) - 1)
-        target, states = self.executor.resume(params.target, state.target, tokens, kept)
+        target, states = self.executor.sequence.resume(params.target, state.target, tokens, kept)
         draft, _ = self.drafter.resume(params, state.draft, tokens, kept, self._send(states))
         return SwiftSpecState(target, draft, _with_states(self._first_verified(int(tokens[-1])), states))
 
