@@ -86,7 +86,7 @@ def _nearest(sources: list[Any], device: Any, index: int) -> Any:
     return same[index % len(same)] if same else ordered[index % len(ordered)]
 
 
-def read_scalar(array: jax.Array | np.integer) -> int:
+def read_scalar(array: Any) -> int:
     """A replicated integer, in every process, whichever of them hold it, or one of the host; waits for it."""
     held = {device.process_index for device in array.sharding.device_set} if isinstance(array, jax.Array) else ()
     if len(held) in (0, jax.process_count()):

@@ -178,8 +178,8 @@ class ModelSequence:
         if len(kept) > self.slots:
             raise ValueError(f"{len(kept)} tokens cannot be kept in a cache of {self.slots} slots")
         if self._cuts:  # the next program takes these numbers
-            cache = dataclasses.replace(state.cache, length=np.int32(len(kept)))
-            return SequenceState(cache, seen=ABSENT if self.placement.cfg.features is None else np.int32(0))
+            seen: Any = ABSENT if self.placement.cfg.features is None else np.int32(0)
+            return SequenceState(dataclasses.replace(state.cache, length=np.int32(len(kept))), seen=seen)
         token = np.zeros(self.slots, np.int32)
         token[: len(kept)] = kept
         return self._rewind(state, token, np.int32(len(kept)), np.int32(root))

@@ -213,11 +213,11 @@ class TreeDrafter(Drafter):
 
     def _begin(self, sequence: SequenceState | None, state: TreeState | None) -> TreeState:
         if state is None:
-            state = self._create(sequence)
+            created: TreeState = self._create(sequence)
             if self.learned is None:
-                return state
-            state = dataclasses.replace(state, stats=place_like(self.learned, self.state.stats))
-            sequence = state.sequence
+                return created
+            state = dataclasses.replace(created, stats=place_like(self.learned, self.state.stats))
+            sequence = created.sequence
         # The rest depends on the capacity, or is new.
         return self._restart(dataclasses.replace(state, sequence=sequence, text=ABSENT, tree=None, nodes=None))
 
