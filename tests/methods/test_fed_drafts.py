@@ -25,6 +25,7 @@ from method_cases import (
     models_of,
     params_of,
     plain,
+    rounds_of,
     run,
     tokens_of,
 )
@@ -444,6 +445,23 @@ def test_a_draft_lacks_what_is_decoded_meanwhile_as_far_as_it_is_kept(monkeypatc
     lacking, most = zip(*asked, strict=True)
     assert 2 < lacking[0] < lacking[-1] == 2 + runner.drafter.unfed_rows
     assert list(lacking) == sorted(lacking) and max(most) <= 155
+
+
+@pytest.mark.parametrize("case", [BLOCKS[4], FED_ASSISTANT], ids=case_id)
+def test_a_turn_of_one_token_leaves_no_gap(case, monkeypatch):
+    """A draft that has no rest holds every token of the text, though the text ended with its first token."""
+    engine, params, prompt = engine_of(case), params_of(case, "copy"), list(PROMPT)
+    monkeypatch.setattr(engine, "session_memory", None)
+    monkeypatch.setattr(engine, "_idle", [])
+    for turn, count in enumerate((1, 8, 1, 8)):
+        with engine.open(params, prompt, SamplingParams(max_tokens=count), turn) as session:
+            rounds = list(rounds_of(session))
+            draft, cached = session._state.draft, session.num_cached
+        assert tokens_of(rounds) == tokens_of(plain(case.family, prompt, count, turn))
+        length = int(draft.text.length) - int(draft.text.start)
+        assert int(draft.sequence.seen) + (0 if draft.unfed is None else int(draft.unfed.count)) == length
+        assert not turn or cached >= len(prompt) - 8
+        prompt += [*tokens_of(rounds), *PROMPT[turn : turn + 4]]
 
 
 @pytest.mark.parametrize("worth", [120, np.inf], ids=["late", "never"])

@@ -329,15 +329,16 @@ def feed(
     alone = (runs & (sequence.seen == 0) & (unfed.count > 1)).astype(jnp.int32)
 
     def run(sequence: SequenceState, done: Array) -> tuple[Array, Array, SequenceState]:
-        token = jax.lax.dynamic_slice_in_dim(text.token, first + done, rows)
-        states = jax.lax.dynamic_slice_in_dim(unfed.states, done, rows)
-        count = jnp.minimum(unfed.count - done, rows)
+        left_out = jnp.where(done == 0, alone, 0)
+        token = jax.lax.dynamic_slice_in_dim(text.token, first + done + left_out, rows)
+        states = jax.lax.dynamic_slice_in_dim(unfed.states, done + left_out, rows)
+        count = jnp.minimum(unfed.count - done, rows) - left_out
         taken = dataclasses.replace(verified, tokens=token, count=count, states=states)
         return run_verified(params, cfg, sequence, taken)
 
     def run_next(carry: tuple) -> tuple:
         _, sequence, passes = carry
-        hidden, own, sequence = run(sequence, alone + passes * rows)
+        hidden, own, sequence = run(sequence, passes * rows)
         return (hidden, own), sequence, passes + 1
 
     hidden, own, _ = jax.eval_shape(run, sequence, unfed.count)
@@ -345,7 +346,7 @@ def feed(
     sequence = dataclasses.replace(sequence, seen=sequence.seen + alone)
     with jax.named_scope("draft/catch_up"):
         root, sequence, passes = jax.lax.while_loop(
-            lambda carry: runs & (alone + carry[2] * rows < unfed.count), run_next, (blank, sequence, jnp.int32(0))
+            lambda carry: runs & (carry[2] * rows < unfed.count), run_next, (blank, sequence, jnp.int32(0))
         )
     return sequence, Unfed(unfed.states, jnp.where(runs, 0, unfed.count)), root, passes
 

@@ -155,6 +155,7 @@ class HostState:
     # What the first token does not wait for: how the draft begins the text, and what it takes in after that.
     begin: Callable[[Any], Any] | None = None
     skipped: Verified | None = None
+    filled: bool = False  # whether the draft takes the prompt before the next dispatch
     # Of the next round under a constraint, already drafted: the draft has taken in what was verified, whose count is 0.
     ahead: Draft | None = None
     read: int = 0  # tokens of rounds that were read
@@ -238,7 +239,7 @@ class SpeculativeRunner(Runner):
             draft = self.drafter.skip(params, draft, state.verified, flush=True)
         target, states = self.executor.sequence.resume(params.target, state.target, tokens, kept)
         begun, rows, same = HostState(), 0, common > 0 and not host.begun
-        if self.timer is not None and self.drafter.drops and not known:
+        if self._begins_later and not known:
             begun.begin = lambda draft: self.drafter.resume(params, draft, tokens, 0, None, same)[0]
         else:
             draft, rows = self.drafter.resume(params, draft, tokens, known, states, same)
@@ -247,8 +248,16 @@ class SpeculativeRunner(Runner):
         before = max(0, len(pending.tokens) - self.most_taken)
         if states is not None and not rows and before:
             pending = Pending(pending.tokens[before:], states.of_last(before), 0, pending.begins + before)
-        begun.pending = pending if self.drafter.defers else None
+        if self.timer is not None and self.drafter.defers:
+            begun.pending = pending
+        else:
+            draft = self.drafter.fill(params, draft, pending)
         return SpeculativeState(target, draft, verified, begun)
+
+    @property
+    def _begins_later(self) -> bool:
+        """Whether the draft begins a text after its first token; where it has no rest, it may lack no token of it."""
+        return self.timer is not None and self.drafter.drops and (self.drafter.rests or not self.drafter.defers)
 
     def worth_taking(self, tokens: int, most: float) -> float:
         """Tokens of an answer, which has at most `most`, after which a draft takes the `tokens` that it lacks."""
@@ -325,18 +334,20 @@ class SpeculativeRunner(Runner):
         host.begun, unread = True, host.pending
         unsettled = loading or plain_first
         paused = self.timer is not None and not unsettled and not self.timer.may_draft()
-        if plain_first:
-            draft, resting, host.skipped = state.draft, False, state.verified
-        else:
-            draft, resting = self._take_prompt(params, state, room, paused)
-        delayed = host.pending is not unread
+        draft, resting = (state.draft, False) if plain_first else self._take_prompt(params, state, room, paused)
+        delayed, host.filled = host.filled or host.pending is not unread, False
         # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
         if unsettled or (paused and not (shared is not None and self.drafter.rests)):
-            if not plain_first:
+            target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
+            if plain_first and self._begins_later:
+                host.skipped = state.verified
+            else:
+                if plain_first:
+                    draft, resting = self._take_prompt(params, state, room)
+                    host.filled = host.pending is not unread
                 draft = self.drafter.skip(params, draft, state.verified)
             self.drafter.rest(resting)
             host.dispatched.append((None if unsettled else False, delayed))
-            target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
             return SpeculativeState(target, draft, verified, host), round_, min_tokens
         self.drafter.rest(resting or paused)
         host.dispatched.append((not paused, delayed))
