@@ -185,7 +185,7 @@ def forget_drafts(case):
     """Begin the next text with nothing learned of a draft: other tests share the engine, with other drafts."""
     engine_of(case)._idle.clear()
     if isinstance(case.method, Auto):
-        engine_of(case).runner.worth = Worth(1.0)
+        engine_of(case).runner.worths = Worth(1.0), Worth(1.0)
 
 
 def run(engine, params, prompt, count, seed=0, **sampling):

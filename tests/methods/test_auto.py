@@ -143,6 +143,29 @@ def test_earlier_texts_are_what_a_text_is_drawn_to():
     assert float(stats.rates()[4]) < 0.3 < 0.6 < float(following(stats).rates()[4])
 
 
+def test_greedy_texts_say_nothing_of_sampled_ones():
+    one, yes = jnp.array([4]), jnp.array([True])
+    step = jax.jit(AcceptanceStats.update)
+
+    def answer(stats, law, right):
+        """What is known when a text has ended, and the next one, of another law, begins."""
+        stats = dataclasses.replace(stats, law=jnp.int32(law))
+        for _ in range(60):
+            stats = step(stats.note_draft(jnp.int32(1), jnp.int32(1), yes), one, yes, yes & right)
+            stats = stats.note_outcome(jnp.int32(right), jnp.int32(2))
+        before, stats = stats.all(), stats.next_text()
+        jax.tree.map(lambda kept, new: np.testing.assert_allclose(kept, new, rtol=1e-5), before, stats.all())
+        return dataclasses.replace(stats, law=jnp.int32(1 - law))
+
+    stats = answer(init_acceptance(), 0, True)
+    np.testing.assert_allclose(stats.rates(), init_acceptance().rates())
+    assert float(stats.usual_draft(jnp.zeros(3))[0]) == float(init_acceptance().usual_draft(jnp.zeros(3))[0])
+    stats = answer(stats, 1, False)
+    assert float(stats.rates()[4]) > 0.8 and float(stats.usual_draft(jnp.zeros(3))[0]) > 0.5
+    stats = dataclasses.replace(stats, law=jnp.int32(1))
+    assert float(stats.rates()[4]) < 0.2 and float(stats.usual_draft(jnp.zeros(3))[0]) < 0.3
+
+
 def test_drafts_are_asked_for_what_they_brought_and_more_while_little_is_known():
     costs = PlacedCosts(jnp.array([1.0, 1.4, 1.6, 1.8]), jnp.float32(0.1), jnp.float32(0.05))
     blank, never = jnp.full(2, -jnp.inf), jnp.int32(1 << 20)
@@ -170,7 +193,7 @@ def test_drafts_are_asked_for_what_they_brought_and_more_while_little_is_known()
     bad = note(note(fresh, 100, 2).next_text(), 40, 1)
     later = step(bad, jnp.int32(300), jnp.bool_(False))
     assert not pays(bad) and pays(later) and pays(bad.next_text())
-    np.testing.assert_allclose(later.usual_asked[:2], [140, 100], atol=1)
+    np.testing.assert_allclose(later.usual_asked[0, :2], [140, 100], atol=1)
     assert not pays(step(note(fresh, 40, 1), jnp.int32(300), jnp.bool_(False)))
     # A draft that was made ahead of nothing has no outcome.
     jax.tree.map(np.testing.assert_array_equal, step(fresh, jnp.int32(0), jnp.bool_(True)), fresh)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 
+import jax
 import numpy as np
 import pytest
 from method_cases import LLAMA_AUTO_LONG, PROMPT, Case, models_of, params_of, plain, run, tokens_of
@@ -14,7 +15,6 @@ from jaxspec.methods.auto import costs as cost_profile
 from jaxspec.methods.auto import profiles
 from jaxspec.methods.auto.costs import spare_slots
 from jaxspec.methods.auto.profiles import (
-    Learned,
     RoundTimes,
     find_costs,
     load_costs,
@@ -25,7 +25,7 @@ from jaxspec.methods.auto.profiles import (
 )
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
-from jaxspec.methods.core.cost_model import KINDS, PRIOR_MEAN, CostModel, fill_rows
+from jaxspec.methods.core.cost_model import KINDS, LAWS, PRIOR_MEAN, CostModel, fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
 from jaxspec.runtime import hosts
 from jaxspec.runtime.store import limit, program_files
@@ -132,7 +132,13 @@ def test_what_rounds_showed_of_rows_that_were_not_timed_is_kept(tmp_path):
 @pytest.fixture
 def drafts_were_long(store):
     """An earlier process made long drafts; what it measured is gone."""
-    save_learned(find(store), Learned([2.0] * KINDS, [1.0] * KINDS, [100.0, 150.0, 600.0, 500.0]))
+    save_learned(find(store), counts_of(2.0, 1.0, [100.0, 150.0, 600.0, 500.0]))
+
+
+def counts_of(tried, accepted, asked):
+    """What was learned of drafts, the same of greedy and of sampled texts."""
+    kinds = np.ones((LAWS, KINDS), np.float32)
+    return {"tried": tried * kinds, "accepted": accepted * kinds, "asked": np.tile(np.float32(asked), (LAWS, 1))}
 
 
 @pytest.mark.thorough
@@ -166,7 +172,8 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     assert clock.samples == samples, "once"
     again = make_engine(store)
     assert not again.runner.measures and again.runner.report() == report
-    assert engine.runner.worth.gain == pytest.approx(costs.chain_gain(PRIOR_MEAN, 8), rel=1e-3)
+    for worth in engine.runner.worths:
+        assert worth.gain == pytest.approx(costs.chain_gain(PRIOR_MEAN, 8), rel=1e-3)
     # Figures of one's own come first, and nothing is measured where all are given.
     own = make_engine(store, CASE._replace(method=Auto(round_cost=0.5))).runner.report()
     assert own.figures == "given, rest measured" and own.round_cost == 0.5
@@ -230,12 +237,13 @@ def test_what_was_learned_is_kept_for_the_next_process(clocked, store):
     run(engine, params, PROMPT, 200, seed=4)
     again = make_engine(store)
     kept = again.runner.drafter.learned
-    assert float(kept.accepted.sum()) > 0 and float(kept.tried.sum()) > 0
+    assert kept["accepted"][0].sum() > 0 and kept["tried"][0].sum() > 0
+    assert not any(counts[1].any() for counts in kept.values()), "nothing was sampled"
     # The buffers of `prepare` begin once more, with the first text, which changes nothing.
     allocated = again.runner.start(0, None)
     begun = again.runner.start(0, allocated)
     assert not begun.draft.stats.tried.any()
-    np.testing.assert_allclose(begun.draft.stats.usual_tried, kept.tried)
+    np.testing.assert_allclose(begun.draft.stats.usual_tried, kept["tried"])
     assert tokens_of(run(again, params, PROMPT, 40, seed=3))[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
 
 
@@ -287,15 +295,16 @@ def test_a_draft_of_one_token_is_measured(store):
 
 def test_damaged_learned_rates_are_no_rates(store):
     profile = find(store)
-    learned = Learned([2.0] * KINDS, [1.0] * KINDS, [3.0] * 4)
+    learned = counts_of(2.0, 1.0, [3.0] * 4)
     save_learned(profile, learned)
-    assert load_learned(profile) == learned
+    jax.tree.map(np.testing.assert_array_equal, load_learned(profile), learned)
     (path,) = profile.parent.iterdir()
     good = json.loads(path.read_text())
-    huge = [{**good, "tried": [count] * KINDS} for count in (1e300, 10**400)]  # of which 32 bits make infinity
-    few = [{**good, "asked": counts} for counts in ([3.0], [0.0, 1.0, 1.0, 1.0], [-1.0] * 4)]
-    share = [{**good, "accepted": [count] * KINDS} for count in (-1.0, 2.5)]
-    for damaged in ("{", {**good, "tried": [1.0]}, *share, *few, *huge):
+    # Of the first two, 32 bits would make infinity.
+    huge = [{**good, "tried": [[count] * KINDS] * LAWS} for count in (1e300, 10**400, float("nan"))]
+    few = [{**good, "asked": [good["asked"][0], counts]} for counts in ([3.0], [0.0, 1.0, 1.0, 1.0], [-1.0] * 4)]
+    share = [{**good, "accepted": [good["accepted"][0], [count] * KINDS]} for count in (-1.0, 2.5)]
+    for damaged in ("{", {**good, "tried": [1.0]}, {**good, "tried": good["tried"][0]}, *share, *few, *huge):
         path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
         assert load_learned(profile) is None, damaged
 

@@ -442,7 +442,7 @@ def test_a_draft_lacks_what_is_decoded_meanwhile_as_far_as_it_is_kept(monkeypatc
     monkeypatch.setattr(runner, "timer", Turns())
     monkeypatch.setattr(runner, "worth_taking", lambda *given: (asked.append(given), np.inf)[1])
     run(engine_of(FED_AUTO), params_of(FED_AUTO, "copy"), PROMPT[:3], 155, 2)
-    lacking, most = zip(*asked, strict=True)
+    _, lacking, most = zip(*asked, strict=True)
     assert 2 < lacking[0] < lacking[-1] == 2 + runner.drafter.unfed_rows
     assert list(lacking) == sorted(lacking) and max(most) <= 155
 
@@ -570,12 +570,12 @@ def test_a_text_survives_the_growth_of_the_caches(case, monkeypatch):
     engine.prepare()
     monkeypatch.setattr(type(engine.runner), "worth_taking", lambda *_: 0.0)
     rounds, _ = answer(engine, params, PROMPT, 12)
-    worth, slots = engine.runner.worth, engine.runner.slots
+    worths, slots = engine.runner.worths, engine.runner.slots
     prompt = [*PROMPT, *tokens_of(rounds), *PROMPT]
     engine.prepare(len(prompt) + 30)
     rounds, cached = answer(engine, params, prompt, 30)
     assert tokens_of(rounds) == tokens_of(plain(case.family, prompt, 30, 0)) and engine.runner.slots > slots
-    assert any(one.draft_passes for one in rounds) and engine.runner.worth is worth
+    assert any(one.draft_passes for one in rounds) and engine.runner.worths is worths
     assert cached == (0 if case == FED_ASSISTANT else len(PROMPT) + 11)
 
 

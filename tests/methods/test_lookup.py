@@ -12,6 +12,7 @@ from method_cases import Case, engine_of, passes_of, run
 from tiny_models import FAMILIES, place
 from tiny_pairs import count_on, counting
 
+from jaxspec.config import SamplingParams
 from jaxspec.methods.core.copies import (
     EARLIER_TOKENS,
     CopySettings,
@@ -33,6 +34,7 @@ from jaxspec.methods.core.cost_model import (
     keep_best,
     pass_costs,
 )
+from jaxspec.methods.core.executor import place_request
 from jaxspec.methods.core.round import ModelParams, first_verified, verified_shapes
 from jaxspec.methods.core.tree_drafter import TreeDrafter
 from jaxspec.methods.core.tree_round import TreeSettings
@@ -143,7 +145,8 @@ def draft(text, method):
     """Draft after a text whose last token the last round added."""
     drafter, verified = drafter_of(method)
     state, _ = drafter.resume(ModelParams({}), drafter.start(0, None), np.array(text, np.int32), 0)
-    return drafter.draft(ModelParams({}), None, state, first_verified(verified, text[-1]), None)[2]
+    request = place_request(PLACEMENT, SamplingParams(), 0, PLACEMENT.cfg.vocab_size)
+    return drafter.draft(ModelParams({}), None, state, first_verified(verified, text[-1]), request)[2]
 
 
 def test_a_full_batch_is_closed_and_holds_the_best():

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.methods.auto.online import CostFilter, differ
-from jaxspec.methods.auto.profiles import Learned, RoundTimes, load_learned, measured_rows, save_costs, save_learned
-from jaxspec.methods.core.cost_model import PRIOR_MEAN, CostModel, init_acceptance
+from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
+from jaxspec.methods.core.cost_model import LAWS, PRIOR_MEAN, CostModel
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.sequence import CHUNKS
@@ -237,16 +237,11 @@ class MeasuringRunner(SpeculativeRunner):
         self._num_rows, self._length, self._weigh = num_rows, length, weigh
         self._profile = profile if spare_slots(self.slots, num_rows) >= 0 else None
         self.times = times
-        learned = None if profile is None else load_learned(profile)
+        self.drafter.learned = None if profile is None else load_learned(profile)
         self._tokens, self._keep_at = 0, WORTH_KEEPING
-        self.worth, self._usual = Worth(), None
-        if learned is not None:
-            # Arrays of the host: those on a device are donated to the first text.
-            blank: Any = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), jax.eval_shape(init_acceptance))
-            counts = {name: np.array(each, np.float32) for name, each in dataclasses.asdict(learned).items()}
-            self.drafter.learned = dataclasses.replace(blank, **counts)
-            number, *each = learned.asked
-            self._usual = np.array(each) / number if number else None
+        # Of greedy texts and of sampled ones.
+        self.worths, learned = (Worth(), Worth()), self.drafter.learned
+        self._usual = np.zeros((LAWS, 4)) if learned is None else learned["asked"]
         self._use(weigh(times))
         self._filter = CostFilter(self.costs)
         weights = jax.tree.leaves(self.executor.placement.params())
@@ -269,8 +264,9 @@ class MeasuringRunner(SpeculativeRunner):
     def _use(self, costs: CostModel) -> None:
         self.costs = costs
         self.drafter.use_costs(costs)
-        usual = self._usual
-        self.worth.believe(costs.chain_gain(PRIOR_MEAN, self._length) if usual is None else costs.gain(*usual))
+        for worth, (number, *usual) in zip(self.worths, self._usual, strict=True):
+            known = costs.gain(*np.divide(usual, number)) if number else costs.chain_gain(PRIOR_MEAN, self._length)
+            worth.believe(known)
 
     @property
     def most_taken(self) -> int:
@@ -279,8 +275,8 @@ class MeasuringRunner(SpeculativeRunner):
         most = (MOST_OF_PROMPT - self.costs.round) / max(self._token_taken, 1e-6)
         return max(CHUNKS[0], int(most))
 
-    def worth_taking(self, tokens: int, most: float) -> float:
-        return self.worth.taking(self.costs.round + tokens * self._token_taken, most)
+    def worth_taking(self, law: int, tokens: int, most: float) -> float:
+        return self.worths[law].taking(self.costs.round + tokens * self._token_taken, most)
 
     @property
     def _token_taken(self) -> float:
@@ -290,7 +286,7 @@ class MeasuringRunner(SpeculativeRunner):
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
         seconds = None if self.timer is None else self.timer.latest_s
-        state.host.gained += self.worth.note(outputs, seconds)
+        state.host.gained += self.worths[state.host.law].note(outputs, seconds)
         costs = self._filter.observe(outputs, seconds) if self.costs.source == "measured" else None
         if costs is not None and differ(costs, self.costs):
             self._use(costs)
@@ -299,7 +295,7 @@ class MeasuringRunner(SpeculativeRunner):
         if state is not None and state.host.begun:
             host = state.host
             self._tokens += host.read
-            self.worth.end_text(host.read - host.copied, host.pending is None, host.gained)
+            self.worths[host.law].end_text(host.read - host.copied, host.pending is None, host.gained)
             host.pending = None  # the next turn begins without a prompt that was not taken
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
@@ -307,9 +303,7 @@ class MeasuringRunner(SpeculativeRunner):
         times = self.latest_times()
         if times is not None and times is not self.times:
             save_costs(self._profile, times)
-        known = jax.device_get(state.draft.stats)
-        counts = known.tried + known.usual_tried, known.accepted + known.usual_accepted, known.asked + known.usual_asked
-        save_learned(self._profile, Learned(*(each.tolist() for each in counts)))
+        save_learned(self._profile, jax.device_get(state.draft.stats).all())
 
     def latest_times(self) -> RoundTimes | None:
         """What was measured, as rounds have corrected it."""

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jaxspec.config import MOST_TOKENS
 from jaxspec.errors import CheckpointError
 from jaxspec.files import digest_text, read_json, write_whole
 from jaxspec.methods.base import DeviceChoice, Measured
-from jaxspec.methods.core.cost_model import COPIES, KINDS, CostModel, fill_rows
+from jaxspec.methods.core.cost_model import COPIES, KINDS, LAWS, CostModel, fill_rows
 from jaxspec.methods.core.round import Models
 from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
@@ -28,7 +29,7 @@ from jaxspec.runtime.store.fingerprint import UnknownError, surroundings
 
 LOG = logging.getLogger(__name__)
 
-COSTS, LEARNED, DEVICES = "jaxspec cost profile 2", "jaxspec learned rates 2", "jaxspec device profile 1"
+COSTS, LEARNED, DEVICES = "jaxspec cost profile 2", "jaxspec learned rates 3", "jaxspec device profile 1"
 # Verified rows that are timed, as far as a batch has so many.
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 # What figures of rounds lie between, in seconds and rows: others are damage, and would not be finite in 32 bits.
@@ -73,15 +74,6 @@ class RoundTimes:
         return found | ({name: round(s / self.plain_s, 4) for name, s in drafts.items()} if self.draft_s else {})
 
 
-@dataclasses.dataclass(frozen=True)
-class Learned:
-    """What a process learned of its drafts: the counts of `AcceptanceStats`."""
-
-    tried: Sequence[float]
-    accepted: Sequence[float]
-    asked: Sequence[float]
-
-
 def find_costs(cache: Path | None, models: Models, num_rows: int) -> Path | None:
     """The file of a pair's times for batches of `num_rows` rows; None where nothing is measured.
 
@@ -109,14 +101,14 @@ def save_costs(path: Path, times: RoundTimes) -> None:
     _try_to_save(path, COSTS, dataclasses.asdict(times))
 
 
-def load_learned(profile: Path) -> Learned | None:
-    """What an earlier process learned beside these costs; None where there is nothing, or of no use."""
+def load_learned(profile: Path) -> dict[str, np.ndarray] | None:
+    """`AcceptanceStats.all` of an earlier process, kept beside these costs; None where it is missing or of no use."""
     return _load(_beside(profile), LEARNED, _read_learned, LOG.info, "the learned rates %s are not used: %s")
 
 
-def save_learned(profile: Path, learned: Learned) -> None:
-    """Write what was learned over what may be there."""
-    _try_to_save(_beside(profile), LEARNED, dataclasses.asdict(learned))
+def save_learned(profile: Path, learned: Mapping[str, np.ndarray]) -> None:
+    """Write `AcceptanceStats.all` over what may be there."""
+    _try_to_save(_beside(profile), LEARNED, {name: counts.tolist() for name, counts in learned.items()})
 
 
 def profile_path(
@@ -207,16 +199,16 @@ def _read_times(saved: Any) -> RoundTimes:
     return RoundTimes(plain_s, verify_s, search_s, draft_s, overhead_s)
 
 
-def _read_learned(saved: Any) -> Learned:
-    learned = Learned(*([float(count) for count in saved[name]] for name in ("tried", "accepted", "asked")))
-    if not len(learned.tried) == len(learned.accepted) == KINDS or len(learned.asked) != 4:
+def _read_learned(saved: Any) -> dict[str, np.ndarray]:
+    learned = {name: np.array(saved[name], np.float64) for name in ("tried", "accepted", "asked")}
+    tried, accepted, asked = learned.values()
+    if not tried.shape == accepted.shape == (LAWS, KINDS) or asked.shape != (LAWS, 4):
         raise ValueError("its kinds of tokens are others")
-    if not all(0 <= count <= MOST_TOKENS for count in (*learned.tried, *learned.accepted, *learned.asked)):
+    if not all(((each >= 0) & (each <= MOST_TOKENS)).all() for each in learned.values()):
         raise ValueError("a count is none")
-    shares = zip(learned.accepted[:COPIES], learned.tried, strict=False)
-    if any(accepted > tried for accepted, tried in shares) or (learned.asked[0] == 0 and any(learned.asked)):
+    if (accepted > tried)[:, :COPIES].any() or asked[asked[:, 0] == 0].any():
         raise ValueError("more was accepted than tried")
-    return learned
+    return {name: counts.astype(np.float32) for name, counts in learned.items()}
 
 
 def _read_rows(saved: Any) -> list[Measured]:

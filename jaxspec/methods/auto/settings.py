@@ -164,7 +164,7 @@ class Auto(Method):
             weigh=lambda times: self.costs(models, times), draft=draft,
         )  # fmt: skip
         if isinstance(previous, MeasuringRunner):
-            runner.worth = previous.worth
+            runner.worths = previous.worths
         return runner
 
 

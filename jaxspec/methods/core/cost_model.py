@@ -69,7 +69,8 @@ CONTRADICTION = 0.25
 # Observations lose weight with each token, so that a change of subject is noticed.
 FORGETTING = 0.98
 # Of each group of kinds, and of drafts, so many observations of earlier texts are kept; in a text they count as fewer.
-USUAL_KEPT, USUAL_WEIGHT = 150.0, 12.0
+# Greedy texts and sampled ones are kept apart: drafts are right more often where nothing is drawn.
+USUAL_KEPT, USUAL_WEIGHT, LAWS = 150.0, 12.0, 2
 # A draft is judged by so many standard deviations more tokens than it is expected to bring: what is little known is
 # tried.
 OPTIMISM = 0.5
@@ -362,13 +363,14 @@ class AcceptanceStats:
 
     tried: Array  # float32 [KINDS], tokens that the verified text confirmed or refuted, with forgetting
     accepted: Array  # float32 [KINDS], those that it confirmed
-    usual_tried: Array  # float32 [KINDS], the same of earlier texts
-    usual_accepted: Array  # float32 [KINDS]
+    usual_tried: Array  # float32 [LAWS, KINDS], the same of earlier texts, greedy and sampled ones
+    usual_accepted: Array  # float32 [LAWS, KINDS]
     # Drafts that were made where no copies paid: their number, and sums of the tokens that they brought, of their rows
-    # and of their passes; float32 [4], of this text's last tokens, and of all before.
+    # and of their passes; float32 [4] of this text's last tokens, and [LAWS, 4] of all before.
     asked: Array
     usual_asked: Array
     latest: Array  # float32 [3], of the draft that is verified now: 1 if it counts, its rows, its passes
+    law: Array  # int32 [], 1 if this text is sampled
 
     def note_draft(self, rows: Array, passes: Array, counts: Array) -> "AcceptanceStats":
         """Remember a draft whose outcome is to come, if it `counts`, bool []."""
@@ -387,7 +389,7 @@ class AcceptanceStats:
         return dataclasses.replace(
             self,
             asked=kept + jnp.stack([counts, brought, rows, passes]),
-            usual_asked=self.usual_asked + self.asked - kept,
+            usual_asked=self.usual_asked.at[self.law].add(self.asked - kept),
             latest=jnp.zeros(3),
         )
 
@@ -396,7 +398,8 @@ class AcceptanceStats:
 
         The tokens are an upper confidence bound.
         """
-        known = self.asked + jnp.minimum(1.0, USUAL_WEIGHT / jnp.maximum(self.usual_asked[0], 1.0)) * self.usual_asked
+        before = self.usual_asked[self.law]
+        known = self.asked + jnp.minimum(1.0, USUAL_WEIGHT / jnp.maximum(before[0], 1.0)) * before
         count = known[0] + PRIOR_WEIGHT
         usual = (known[1:] + PRIOR_WEIGHT * prior) / count
         return usual.at[0].add(OPTIMISM * jnp.sqrt(usual[0] / count))
@@ -407,12 +410,18 @@ class AcceptanceStats:
         def keep(tried: Array) -> Array:
             return jnp.minimum(1.0, USUAL_KEPT / jnp.maximum(tried, 1.0))
 
-        tried, asked = self.usual_tried + self.tried, self.usual_asked + self.asked
-        share = jnp.stack([keep(part.sum()) for part in jnp.split(tried, [COPIES, PLACES])])[GROUPS]
-        accepted = share * (self.usual_accepted + self.accepted)
+        tried, accepted, asked = self.all().values()
+        share = jnp.stack([keep(part.sum(axis=1)) for part in jnp.split(tried, [COPIES, PLACES], axis=1)], axis=1)
+        share, asked = share[:, GROUPS], keep(asked[:, :1]) * asked
         return dataclasses.replace(
-            init_acceptance(), usual_tried=share * tried, usual_accepted=accepted, usual_asked=keep(asked[0]) * asked
+            init_acceptance(), usual_tried=share * tried, usual_accepted=share * accepted, usual_asked=asked
         )
+
+    def all(self) -> dict[str, Any]:
+        """Tokens "tried" and "accepted" and drafts "asked" for, of this text and of earlier ones, as in `usual_*`."""
+        here = np.arange(LAWS)[:, None] == self.law
+        names = "tried", "accepted", "asked"
+        return {name: getattr(self, f"usual_{name}") + here * getattr(self, name) for name in names}
 
     def update(self, kind: Array, tried: Array, accepted: Array) -> "AcceptanceStats":
         """Count what became of drafted tokens: their kinds, int32 [n], and which were confirmed, bool [n].
@@ -432,7 +441,8 @@ class AcceptanceStats:
 
     def _expect(self, chosen: Any, prior: Any, total: bool = False) -> Array:
         """Rates of the chosen kinds: those of this text, drawn to those of earlier ones, and these to `prior`."""
-        counts = [leaf[chosen] for leaf in (self.tried, self.accepted, self.usual_tried, self.usual_accepted)]
+        usual = self.usual_tried[self.law], self.usual_accepted[self.law]
+        counts = [leaf[chosen] for leaf in (self.tried, self.accepted, *usual)]
         tried, accepted, usual_tried, usual_accepted = [leaf.sum() for leaf in counts] if total else counts
         usual = (usual_accepted + PRIOR_WEIGHT * prior) / (usual_tried + PRIOR_WEIGHT)
         weight = jnp.minimum(usual_tried + PRIOR_WEIGHT, USUAL_WEIGHT)
@@ -460,8 +470,8 @@ class AcceptanceStats:
 
 def init_acceptance() -> AcceptanceStats:
     """Nothing observed."""
-    kinds, drafts, latest = map(jnp.zeros, (KINDS, 4, 3))
-    return AcceptanceStats(kinds, kinds, kinds, kinds, drafts, drafts, latest)
+    kinds, usual, drafts, asked, latest = map(jnp.zeros, (KINDS, (LAWS, KINDS), 4, (LAWS, 4), 3))
+    return AcceptanceStats(kinds, kinds, usual, usual, drafts, asked, latest, jnp.int32(0))
 
 
 def class_of(logprob: Array) -> Array:

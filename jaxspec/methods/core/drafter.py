@@ -66,7 +66,7 @@ class Drafter(abc.ABC):
     drops: bool = False  # whether a round may verify another batch than `draft` proposed
     placement: Placement | None = None  # of its model
     operands: Any = ()  # what else `propose` takes
-    learned: Any = None  # `AcceptanceStats` of an earlier process, which the first text begins with
+    learned: Any = None  # `AcceptanceStats.all` of an earlier process, which the first text begins with
     draft_program: Program | None = None  # that `draft` dispatches
     earlier: np.ndarray = NO_ANSWERS  # answers that copies may come from, each with -1 at its end
 

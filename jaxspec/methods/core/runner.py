@@ -152,6 +152,7 @@ class HostState:
     dispatched: collections.deque[tuple[bool | None, bool]] = dataclasses.field(default_factory=collections.deque)
     pending: Pending | None = None  # what the draft has still to take
     begun: bool = False  # whether a round was dispatched
+    law: int = 0  # 1 once the answer is known to be sampled
     # What the first token does not wait for: how the draft begins the text, and what it takes in after that.
     begin: Callable[[Any], Any] | None = None
     skipped: Verified | None = None
@@ -259,8 +260,11 @@ class SpeculativeRunner(Runner):
         """Whether the draft begins a text after its first token; where it has no rest, it may lack no token of it."""
         return self.timer is not None and self.drafter.drops and (self.drafter.rests or not self.drafter.defers)
 
-    def worth_taking(self, tokens: int, most: float) -> float:
-        """Tokens of an answer, which has at most `most`, after which a draft takes the `tokens` that it lacks."""
+    def worth_taking(self, law: int, tokens: int, most: float) -> float:
+        """Tokens of an answer, which has at most `most`, after which a draft takes the `tokens` that it lacks.
+
+        Of `law` see `AcceptanceStats`.
+        """
         return 1.0
 
     def _take_prompt(
@@ -278,7 +282,7 @@ class SpeculativeRunner(Runner):
             # What was decoded meanwhile, too, as far as it is kept for a draft that is fed hidden states.
             missing = len(host.pending.tokens) - host.pending.known + min(host.read, drafter.unfed_rows or host.read)
             own = host.read - host.copied
-            resting = drafter.rests and (paused or own < self.worth_taking(missing, host.read + room))
+            resting = drafter.rests and (paused or own < self.worth_taking(host.law, missing, host.read + room))
             if not resting:
                 draft, host.pending = drafter.fill(params, draft, host.pending), None
         if host.skipped is not None:
@@ -339,6 +343,7 @@ class SpeculativeRunner(Runner):
         # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
         if unsettled or (paused and not (shared is not None and self.drafter.rests)):
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
+            host.law = int(request.processors.temperature.addressable_data(0) > 0) if plain_first else host.law
             if plain_first and self._begins_later:
                 host.skipped = state.verified
             else:

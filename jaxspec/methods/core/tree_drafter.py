@@ -103,6 +103,9 @@ class TreeDrafter(Drafter):
             return dataclasses.replace(begun, idle=state.idle, patience=state.patience, unfed=left)
 
         def draft(params, state, verified, history, request, costs=None):
+            if state.stats is not None:
+                law = jnp.int32(request.processors.temperature > 0)
+                state = dataclasses.replace(state, stats=dataclasses.replace(state.stats, law=law))
             model = DraftModel(params, placement, propose, request) if propose is not None else None
             if model is not None and settings.places:
                 return block_round(model, settings, state, verified, history, costs)
@@ -134,8 +137,8 @@ class TreeDrafter(Drafter):
         self._restart = Program("draft begin again", restart, plan, kept, state, donate=[0])
         params = placement.params() if has_model else ()
         shapes = [] if costs is None else [costs.shapes(placement)]
-        context = [history_shapes(placement), request_shapes(placement)] if has_model else [(), ()]
-        args = [params, state, verified, *context, *shapes]
+        history = history_shapes(placement) if has_model else ()
+        args = [params, state, verified, history, request_shapes(placement), *shapes]
         self.draft_program = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
         args = [params if self._is_fed else (), state, verified, placement.array((), jnp.bool_)]
         self._skip = Program("draft skip", skip, plan, args, state, donate=[1])
@@ -198,9 +201,8 @@ class TreeDrafter(Drafter):
     ) -> tuple[SequenceState, TreeState, Draft]:
         assert self.draft_program is not None
         costs = () if self.operands == () else (self.operands,)
-        if self.placement is None:
-            return target, *self.draft_program((), state, verified, (), (), *costs)
-        return target, *self.draft_program(params.draft, state, verified, target.history, request, *costs)
+        model, history = ((), ()) if self.placement is None else (params.draft, target.history)
+        return target, *self.draft_program(model, state, verified, history, request, *costs)
 
     def skip(self, params: ModelParams, state: TreeState, verified: Verified, flush: bool = False) -> TreeState:
         return self._skip(params.draft if self._is_fed else (), state, verified, np.bool_(flush))
@@ -216,7 +218,9 @@ class TreeDrafter(Drafter):
             created: TreeState = self._create(sequence)
             if self.learned is None:
                 return created
-            state = dataclasses.replace(created, stats=place_like(self.learned, self.state.stats))
+            kept = {f"usual_{name}": counts for name, counts in self.learned.items()}
+            kept = place_like(kept, {name: getattr(self.state.stats, name) for name in kept})
+            state = dataclasses.replace(created, stats=dataclasses.replace(created.stats, **kept))
             sequence = created.sequence
         # The rest depends on the capacity, or is new.
         return self._restart(dataclasses.replace(state, sequence=sequence, text=ABSENT, tree=None, nodes=None))
