@@ -39,6 +39,13 @@ def write_native(folder: Path, cfg: ModelConfig, dtype: Any = np.float32, seed: 
     return arrays
 
 
+def write_model(folder: Path, cfg: ModelConfig) -> str:
+    """Write a native checkpoint with a tokenizer; returns its folder."""
+    write_native(folder, cfg)
+    write_tokenizer(folder, cfg.vocab_size)
+    return str(folder)
+
+
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """The smallest tokenizer that loads: word w<i> is token i."""
     words = models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0")

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 
 import jaxspec
 from jaxspec.llm import internals
@@ -21,8 +21,7 @@ LONG = jaxspec.SamplingParams(max_tokens=50, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("async") / "tiny"
-    write_native(folder, LLAMA)
-    write_tokenizer(folder, LLAMA.vocab_size)
+    write_model(folder, LLAMA)
     return jaxspec.LLM(folder)
 
 

@@ -8,7 +8,7 @@ import typing
 
 import pytest
 from marks import quick_part
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 
 import jaxspec
 from jaxspec.config import EngineConfig, EngineSettings
@@ -30,8 +30,7 @@ SHORT = jaxspec.SamplingParams(max_tokens=24, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("api") / "model"
-    write_native(folder, LLAMA)
-    write_tokenizer(folder, LLAMA.vocab_size)
+    write_model(folder, LLAMA)
     return jaxspec.LLM(folder, draft=folder, method="chain")
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from marks import quick_part
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 
 from jaxspec import LLM, ConfigError, SamplingParams
 
@@ -19,8 +19,7 @@ SAMPLINGS = ({}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.9, "seed": 4
 def model(tmp_path_factory):
     """A tiny model that drafts for itself; loaded for plain decoding, and for all methods on one device."""
     folder = tmp_path_factory.mktemp("sampling") / "model"
-    write_native(folder, LLAMA)
-    write_tokenizer(folder, LLAMA.vocab_size)
+    write_model(folder, LLAMA)
     return LLM(folder, draft=folder, method="chain")
 
 

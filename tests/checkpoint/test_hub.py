@@ -6,7 +6,7 @@ import json
 import huggingface_hub.constants as constants
 import pytest
 from hub_standin import StandIn
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 
 from jaxspec.checkpoint.hub import fetch, parse_name
 from jaxspec.errors import CheckpointError, ConfigError
@@ -164,8 +164,7 @@ def test_a_pickle_is_fetched_for_a_draft_only(hub):
 
 def test_a_model_is_opened_by_its_name(hub, tmp_path):
     folder = tmp_path / "native"
-    write_native(folder, LLAMA)
-    write_tokenizer(folder, LLAMA.vocab_size)
+    write_model(folder, LLAMA)
     files = {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
     hub.add("org/native", files)
     assert open_model("model", "org/native").config == LLAMA

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from make import tiny_config
-from native_models import EOS_IDS, random_leaves, write_native, write_tokenizer
+from native_models import EOS_IDS, random_leaves, write_model
 from train.export import save_draft
 
 from jaxspec.checkpoint import shipped
@@ -296,8 +296,7 @@ def test_digests_tell_vocabularies_apart():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("target") / "model"
-    write_native(folder, TARGET)
-    write_tokenizer(folder, VOCAB)
+    write_model(folder, TARGET)
     return folder
 
 

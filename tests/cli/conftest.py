@@ -9,7 +9,7 @@ import warnings
 from typing import NamedTuple
 
 import pytest
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 
 from jaxspec.cli import start
 
@@ -17,9 +17,7 @@ from jaxspec.cli import start
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "model"
-    write_native(folder, LLAMA)
-    write_tokenizer(folder, LLAMA.vocab_size)
-    return str(folder)
+    return write_model(folder, LLAMA)
 
 
 @pytest.fixture

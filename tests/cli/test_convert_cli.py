@@ -8,7 +8,7 @@ import sys
 import time
 
 import pytest
-from native_models import QWEN3, write_native, write_tokenizer
+from native_models import QWEN3, write_model
 from text_models import default_model
 
 from jaxspec.checkpoint.native.manifest import open_native
@@ -23,8 +23,7 @@ def run(command):
 @pytest.fixture
 def source(tmp_path):
     """Only the layers' rows of 64 are whole blocks."""
-    write_native(tmp_path / "source", dataclasses.replace(QWEN3, mlp_dim=64))
-    write_tokenizer(tmp_path / "source", QWEN3.vocab_size)
+    write_model(tmp_path / "source", dataclasses.replace(QWEN3, mlp_dim=64))
     return tmp_path / "source"
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from marks import quick_part
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 
 
 @pytest.fixture
@@ -81,8 +81,7 @@ def test_an_interrupt_keeps_the_rounds_so_far(interrupted, tiny_model, tmp_path)
 @pytest.mark.slow
 def test_an_interrupt_keeps_what_swift_found(interrupted, tmp_path):
     model, path = tmp_path / "model", tmp_path / "sets.json"
-    write_native(model, dataclasses.replace(LLAMA, num_layers=5))
-    write_tokenizer(model, LLAMA.vocab_size)
+    write_model(model, dataclasses.replace(LLAMA, num_layers=5))
     words = ("--method", "swift", "--swift-layers", path, "-n", "60", "--ignore-eos", "--compile-cache", "")
     interrupted("--model", model, *words, "w1 w2")
     (found,) = json.loads(path.read_text())["sets"]

@@ -6,7 +6,7 @@ import json
 import tomllib
 
 import pytest
-from native_models import LLAMA, without_kernel_note, write_native, write_tokenizer
+from native_models import LLAMA, without_kernel_note, write_model
 
 from jaxspec.methods.swift.search import LayerSearch, SearchSettings
 from jaxspec.tune import swift
@@ -17,9 +17,7 @@ from jaxspec.tune import swiftspec as splits
 def deep_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("layers") / "model"
     cfg = dataclasses.replace(LLAMA, num_layers=5, max_context=256)
-    write_native(folder, cfg)
-    write_tokenizer(folder, cfg.vocab_size)
-    return str(folder)
+    return write_model(folder, cfg)
 
 
 @pytest.mark.parametrize(

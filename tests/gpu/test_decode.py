@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 import pytest
-from native_models import write_native, write_tokenizer
+from native_models import write_model
 
 import jaxspec
 from jaxspec.check.reference_decoder import ReferenceDecoder, margin, rounding
@@ -30,8 +30,7 @@ CALLS = {"triton": "xla.gpu.triton", "mosaic": "mosaic_gpu", "jax_triton": "trit
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu") / "model"
-    write_native(folder, SMALL)
-    write_tokenizer(folder, SMALL.vocab_size)
+    write_model(folder, SMALL)
     return folder
 
 

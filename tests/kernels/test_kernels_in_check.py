@@ -5,7 +5,7 @@ import signal
 import sys
 
 import pytest
-from native_models import write_native, write_tokenizer
+from native_models import write_model
 
 from jaxspec.cli import check as command
 from jaxspec.cli import start
@@ -24,9 +24,7 @@ KERNELS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("check") / "model"
-    write_native(folder, MODEL)
-    write_tokenizer(folder, MODEL.vocab_size)
-    return str(folder)
+    return write_model(folder, MODEL)
 
 
 @pytest.fixture

@@ -63,22 +63,9 @@ DEEP = Case("mistral", 2, 2, "same", SwiftSpec(3, 2, branch=2, depth=8, branch_f
 # Neither degree divides the heads.
 UNEVEN = Case("llama", 5, 3, "same", SwiftSpec(7, 4, depth=3, branch_free=True))
 CASES = [
-    BASIC,
-    SERIAL,
-    FREE,
-    NODES,
-    TIGHT,
-    FORGETFUL,
-    LARGE_BATCH,
-    ADAPTIVE,
-    CHAIN,
-    TOGETHER,
-    TOGETHER_TP2,
-    FOREIGN,
-    FREE_CHAIN,
-    DEEP,
-    UNEVEN,
-]
+    BASIC, SERIAL, FREE, NODES, TIGHT, FORGETFUL, LARGE_BATCH, ADAPTIVE, CHAIN,
+    TOGETHER, TOGETHER_TP2, FOREIGN, FREE_CHAIN, DEEP, UNEVEN,
+]  # fmt: skip
 
 
 def quick(cases):

@@ -4,6 +4,7 @@ That the tokens are plain decoding's is `test_exact`'s matter; here it is how of
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 
@@ -145,25 +146,24 @@ def test_earlier_texts_are_what_a_text_is_drawn_to():
 
 def test_greedy_texts_say_nothing_of_sampled_ones():
     one, yes = jnp.array([4]), jnp.array([True])
-    step = jax.jit(AcceptanceStats.update)
 
-    def answer(stats, law, right):
-        """What is known when a text has ended, and the next one, of another law, begins."""
+    @jax.jit
+    def step(stats, right):
+        stats = stats.note_draft(jnp.int32(1), jnp.int32(1), yes[0]).update(one, yes, right[None])
+        return stats.note_outcome(jnp.int32(right), jnp.int32(2))
+
+    def expect(stats, law):
         stats = dataclasses.replace(stats, law=jnp.int32(law))
-        for _ in range(60):
-            stats = step(stats.note_draft(jnp.int32(1), jnp.int32(1), yes), one, yes, yes & right)
-            stats = stats.note_outcome(jnp.int32(right), jnp.int32(2))
+        return stats, float(stats.rates()[4]), float(stats.usual_draft(jnp.zeros(3))[0])
+
+    stats, unknown = init_acceptance(), expect(init_acceptance(), 0)[1:]
+    for law, right in enumerate(([True] * 60, [False] * 60)):
+        stats, *expected = expect(stats, law)
+        assert tuple(expected) == unknown
+        stats = functools.reduce(step, jnp.array(right), stats)
         before, stats = stats.all(), stats.next_text()
         jax.tree.map(lambda kept, new: np.testing.assert_allclose(kept, new, rtol=1e-5), before, stats.all())
-        return dataclasses.replace(stats, law=jnp.int32(1 - law))
-
-    stats = answer(init_acceptance(), 0, True)
-    np.testing.assert_allclose(stats.rates(), init_acceptance().rates())
-    assert float(stats.usual_draft(jnp.zeros(3))[0]) == float(init_acceptance().usual_draft(jnp.zeros(3))[0])
-    stats = answer(stats, 1, False)
-    assert float(stats.rates()[4]) > 0.8 and float(stats.usual_draft(jnp.zeros(3))[0]) > 0.5
-    stats = dataclasses.replace(stats, law=jnp.int32(1))
-    assert float(stats.rates()[4]) < 0.2 and float(stats.usual_draft(jnp.zeros(3))[0]) < 0.3
+    assert expect(stats, 0)[1] > 0.8 > 0.2 > expect(stats, 1)[1] and expect(stats, 0)[2] > 0.5 > expect(stats, 1)[2]
 
 
 def test_drafts_are_asked_for_what_they_brought_and_more_while_little_is_known():

@@ -4,7 +4,7 @@ import logging
 
 import jax
 import pytest
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 
 from jaxspec.config import SamplingParams
 from jaxspec.llm import LLM, internals
@@ -57,8 +57,7 @@ def test_settings_of_ones_own_are_used_as_they_are(tmp_path):
 @pytest.mark.thorough
 def test_auto_follows_the_profile(tmp_path, monkeypatch):
     folder = tmp_path / "model"
-    write_native(folder, LLAMA)
-    write_tokenizer(folder, LLAMA.vocab_size)
+    write_model(folder, LLAMA)
     two = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda platform=None: two)
     split = Measured("swiftspec", {"num_draft_tokens": 3, "width": 2, "depth": 3}, 1, 1, 30.0)

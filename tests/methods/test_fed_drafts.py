@@ -359,7 +359,7 @@ def test_what_a_draft_is_fed_is_what_the_reference_is_fed():
 class Turns:
     """In place of the timer: two rounds of plain decoding, then one that may draft."""
 
-    latest_s = None
+    latest_s = plain_s = None
 
     def __init__(self):
         self.rounds = 0
@@ -374,7 +374,7 @@ class Turns:
     def observe(self, *outputs, allowed, delayed=False):
         return None
 
-    def leave_out(self, ended=False):
+    def leave_out(self):
         return None
 
 

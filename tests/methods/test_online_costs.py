@@ -125,8 +125,8 @@ def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
     assert worth.taking(4.0) == 200.0
     worth.believe(1.2)
     for _ in range(60):
-        worth.note(dispatch(4, 0), 4.0)
-        assert worth.note(dispatch(2, 1), 2.2) == pytest.approx(-0.2, abs=0.01)
+        assert worth.note(dispatch(4, 0), 4.0, 1.0) == 0.0
+        assert worth.note(dispatch(2, 1), 2.2, 1.0) == pytest.approx(-0.2, abs=0.01)
     worth.believe(1.5)  # most of what is known was timed
     # It seems to be tried once in a while, and is not after it was.
     assert worth.taking(4.0) == 200.0
@@ -137,7 +137,7 @@ def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
     worth.end_text(40, True, -1.0)
     assert worth.taking(4.0) == 400.0
     for _ in range(60):
-        assert worth.note(dispatch(2, 1), 1.0) == pytest.approx(1.0, abs=0.01)
+        assert worth.note(dispatch(2, 1), 1.0, 1.0) == pytest.approx(1.0, abs=0.01)
     assert worth.taking(4.0) == LEAST_WAIT
     # Answers of a few tokens end before a draft has paid for a long prompt.
     for _ in range(40):
@@ -147,11 +147,12 @@ def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
 
 def test_copies_and_interruptions_say_nothing_of_drafts():
     worth, before = Worth(1.2), None
-    worth.note(dispatch(4, 0), 4.0)
     for outputs in (dispatch(9, 0, 8), dispatch(9, 1, 8), dispatch(4, 0) + dispatch(9, 0, 8)):
         before = worth.taking(50.0)
-        assert worth.note(outputs, 9.0) == 0.0 == worth.note(dispatch(2, 1), None) and worth.taking(50.0) == before
-    assert worth.note(dispatch(2, 1), 1e4) == -4.0
+        assert worth.note(outputs, 9.0, 1.0) == 0.0 and worth.taking(50.0) == before
+    for seconds, plain_s in ((None, 1.0), (9.0, None)):
+        assert worth.note(dispatch(2, 1), seconds, plain_s) == 0.0 and worth.taking(50.0) == before
+    assert worth.note(dispatch(2, 1), 1e4, 1.0) == -4.0
 
 
 @pytest.mark.parametrize("speed", [0.5, 2.0])

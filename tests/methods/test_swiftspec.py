@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from method_cases import LONG_PROMPT, PROMPT, SAMPLINGS, logprobs_of, plain, rounds_of, run, tokens_of
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 from swiftspec_cases import (
     ADAPTIVE,
     BASIC,
@@ -156,8 +156,7 @@ def test_generations_may_be_closed_after_any_round(case):
 def pair_and_plain(tmp_path_factory):
     """A tiny checkpoint that drafts for itself, and plain decoding of it."""
     folder = tmp_path_factory.mktemp("swiftspec") / "model"
-    write_native(folder, LLAMA)
-    write_tokenizer(folder, LLAMA.vocab_size)
+    write_model(folder, LLAMA)
     return LLM(folder, draft=folder, method=SwiftSpec(7, 4, depth=3, ranking="probability")), LLM(folder, method="ar")
 
 

@@ -18,10 +18,10 @@ from sampling_reference import process_reference
 from swiftspec_cases import (
     ADAPTIVE,
     BASIC,
+    CASES,
     CHAIN,
     DEEP,
     FOREIGN,
-    FORGETFUL,
     FREE,
     FREE_CHAIN,
     LARGE_BATCH,
@@ -29,6 +29,8 @@ from swiftspec_cases import (
     SERIAL,
     TIGHT,
     TOGETHER,
+    TOGETHER_TP2,
+    UNEVEN,
     Rounds,
     case_id,
     check_counts,
@@ -298,21 +300,7 @@ def replayed(case, draft, prompt, seed, **sampling):
     assert_cache(steps, replay)
 
 
-STATE_CASES = [
-    BASIC,
-    SERIAL,
-    FREE,
-    NODES,
-    TIGHT,
-    FORGETFUL,
-    LARGE_BATCH,
-    ADAPTIVE,
-    CHAIN,
-    TOGETHER,
-    FOREIGN,
-    FREE_CHAIN,
-    DEEP,
-]
+STATE_CASES = [case for case in CASES if case not in (TOGETHER_TP2, UNEVEN)]
 
 # Draft, prompt, seed, sampling: such that every kind of outcome occurs.
 RUNS = [

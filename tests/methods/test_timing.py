@@ -40,10 +40,23 @@ def timer(clock):
 
 
 def test_plain_rounds_come_first_and_again(timer, clock):
-    allowed = run(timer, clock, timing.PLAIN_EVERY + timing.PLAIN_ROUNDS, drafted_s=1.0)
-    plain = [place for place, drafts in enumerate(allowed) if not drafts]
-    first = list(range(timing.PLAIN_ROUNDS))
-    assert plain == first + [timing.PLAIN_EVERY + place for place in first]
+    allowed = run(timer, clock, 300, drafted_s=1.0)
+    assert [place for place, drafts in enumerate(allowed) if not drafts] == [0, 3, 8, 17, 34, 67, 132, 197, 262]
+
+
+def test_no_plain_round_is_asked_for_where_some_come_by_themselves(timer, clock):
+    run(timer, clock, 40, drafted_s=1.0)
+    for _ in range(10):
+        assert all(run(timer, clock, 20, drafted_s=1.0))
+        clock.seconds += 8.0
+        timer.observe(PLAIN, allowed=True)
+    assert timer.plain_s == 2.0
+
+
+def test_a_slow_start_is_forgotten(timer, clock):
+    """A process that has just started is slow, and what it took then would make every draft seem to pay."""
+    run(timer, clock, 5, drafted_s=6.0, plain_s=3.0)
+    assert sum(run(timer, clock, 200, drafted_s=2.5)[60:]) < 20 and timer.plain_s == 1.0
 
 
 def test_gain_is_tokens_per_time(timer, clock):
@@ -55,8 +68,8 @@ def test_gain_is_tokens_per_time(timer, clock):
 
 def test_drafts_that_lose_pause_and_are_tried_again(timer, clock):
     allowed = run(timer, clock, 200, drafted_s=2.5)
-    tried = timing.PLAIN_ROUNDS + timing.ENOUGH_ROUNDS
-    assert all(allowed[timing.PLAIN_ROUNDS : tried])
+    tried = timing.ENOUGH_ROUNDS + 3  # and three plain ones between them
+    assert sum(allowed[:tried]) == timing.ENOUGH_ROUNDS
     paused = allowed[tried : tried + timing.FIRST_PAUSE]
     assert not any(paused)
     assert any(allowed[tried + timing.FIRST_PAUSE :])
@@ -65,7 +78,7 @@ def test_drafts_that_lose_pause_and_are_tried_again(timer, clock):
 
 
 def test_another_text_ends_a_pause(timer, clock):
-    run(timer, clock, timing.PLAIN_ROUNDS + timing.ENOUGH_ROUNDS + 5, drafted_s=2.5)
+    run(timer, clock, timing.ENOUGH_ROUNDS + 3 + 5, drafted_s=2.5)
     assert not timer.may_draft()
     timer.begin_text()
     assert timer.may_draft()
@@ -82,12 +95,11 @@ def test_the_first_round_of_a_text_and_pauses_of_the_caller_are_not_counted(time
     assert timer.total_s < 100
 
 
-def test_a_round_after_one_that_ended_is_timed(timer, clock):
-    for ended, expected in ((False, None), (True, 3.0)):
-        timer.begin_text()
-        clock.seconds += 100.0
-        timer.leave_out(ended=ended)
+def test_a_round_after_one_that_is_left_out_is_not_timed(timer, clock):
+    for expected in (None, 3.0):
         clock.seconds += 3.0
+        if expected is None:
+            timer.leave_out()
         timer.observe(DRAFTED, allowed=True)
         assert timer.latest_s == expected
 

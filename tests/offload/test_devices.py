@@ -5,7 +5,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from native_models import write_native, write_tokenizer
+from native_models import write_model
 
 import jaxspec
 from jaxspec import llm as opening
@@ -54,8 +54,7 @@ def test_a_draft_of_the_targets_own_arrays_takes_none():
 
 
 def test_what_does_not_fit_is_not_loaded(tmp_path, monkeypatch):
-    write_native(tmp_path / "model", ModelConfig("llama", 1, 32, 40, 2, 1, 16, 50, 128))
-    write_tokenizer(tmp_path / "model", 50)
+    write_model(tmp_path / "model", ModelConfig("llama", 1, 32, 40, 2, 1, 16, 50, 128))
     monkeypatch.setattr(opening, "memory_limits", lambda models: {models.target.plan.devices[0]: 1000})
     loaded = mock.Mock(side_effect=AssertionError)
     monkeypatch.setattr(opening.OpenModels, "load", loaded)

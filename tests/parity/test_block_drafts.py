@@ -195,15 +195,20 @@ def after(tensors, kind, logits, hidden, token):
     return logits + w["markov_head.markov_w2.weight"] @ before
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "dflash2"])
-def test_logits_after_a_token_are_those_of_the_published_heads(kind, tmp_path):
-    rng = np.random.default_rng(7)
+def open_first_order(kind, tmp_path):
     if kind == "dflash2":
         folder = write_dflash2(tmp_path, dflash2_tensors())
     else:
         folder = write_deepspec(tmp_path, markov_tensors(kind), markov_head_type=kind)
     source, tensors = open_feature_draft(folder), load_file(folder / "model.safetensors")
     params = load_foreign(source, plan_mesh(1), "float32")
+    return source, tensors, params
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "dflash2"])
+def test_logits_after_a_token_are_those_of_the_published_heads(kind, tmp_path):
+    rng = np.random.default_rng(7)
+    source, tensors, params = open_first_order(kind, tmp_path)
     vocab, hidden, token = VocabShard(V, V), rng.normal(size=(1, H)), np.array([3, 50, 3, 100])
     logits = rng.normal(size=(1, V)) * 3
 
@@ -238,12 +243,7 @@ def test_settings_are_read_in_both_places_and_ids_leave_layers(tmp_path):
 @pytest.mark.parametrize("branch", [1, 4])
 def test_a_table_of_first_order_is_the_walk_over_its_places(branch, kind, tmp_path):
     rng, places, root = np.random.default_rng(9), 4, 17
-    if kind == "dflash2":
-        folder = write_dflash2(tmp_path, dflash2_tensors())
-    else:
-        folder = write_deepspec(tmp_path, markov_tensors(kind), markov_head_type=kind)
-    source, tensors = open_feature_draft(folder), load_file(folder / "model.safetensors")
-    params = load_foreign(source, plan_mesh(1), "float32")
+    source, tensors, params = open_first_order(kind, tmp_path)
     placement: Any = SimpleNamespace(cfg=source.config, vocab=VocabShard(V, V))
     hidden = rng.normal(size=(places, H)).astype(np.float32)
     logits = (rng.normal(size=(places, V)) * 3).astype(np.float32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from marks import fast_part
-from native_models import write_native, write_tokenizer
+from native_models import write_model
 from tiny_models import FOR_TWO_DEVICES, MORE_FAMILIES, RandomSource, relative_error
 
 import jaxspec
@@ -67,16 +67,14 @@ def test_logits_of_one_device(family, degree):
 @pytest.mark.thorough
 def test_through_the_front_door(tmp_path):
     cfg = dataclasses.replace(MORE_FAMILIES["mixtral"], experts=ExpertsConfig(5, 2, 12), vocab_size=40)
-    write_native(tmp_path / "experts", cfg)
-    write_tokenizer(tmp_path / "experts", cfg.vocab_size)
+    write_model(tmp_path / "experts", cfg)
     sampling = jaxspec.SamplingParams(max_tokens=12, ignore_eos=True)
     texts = [
         jaxspec.LLM(tmp_path / "experts", method="ar", draft="none", **options).generate("w3 w1 w4", sampling)
         for options in ({}, {"target_devices": 2, "expert_parallel": True})
     ]
     assert texts[0].token_ids == texts[1].token_ids
-    write_native(tmp_path / "dense", dataclasses.replace(cfg, family="llama", experts=None))
-    write_tokenizer(tmp_path / "dense", cfg.vocab_size)
+    write_model(tmp_path / "dense", dataclasses.replace(cfg, family="llama", experts=None))
     with pytest.raises(ConfigError, match="has no experts; expert_parallel is for"):
         jaxspec.LLM(tmp_path / "dense", expert_parallel=True)
     with pytest.raises(ConfigError, match="give target_devices, 2 or more"):

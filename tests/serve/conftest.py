@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 
 import pytest
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 from serving import Running
 
 from jaxspec.llm import LLM, internals
@@ -16,9 +16,7 @@ CONTEXT = 400
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("serve") / "tiny"
-    write_native(folder, dataclasses.replace(LLAMA, max_context=CONTEXT))
-    write_tokenizer(folder, LLAMA.vocab_size)
-    return str(folder)
+    return write_model(folder, dataclasses.replace(LLAMA, max_context=CONTEXT))
 
 
 @pytest.fixture(scope="session")

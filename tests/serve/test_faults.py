@@ -13,7 +13,7 @@ import time
 
 import httpx
 import pytest
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 from serving import Rounds, Running
 
 from jaxspec.config import SamplingParams
@@ -168,8 +168,7 @@ def test_a_short_answer_does_not_wait_for_a_long_one(server, monkeypatch):
 @pytest.fixture(scope="module")
 def long_llm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("long") / "tiny"
-    write_native(folder, dataclasses.replace(LLAMA, max_context=4096))
-    write_tokenizer(folder, LLAMA.vocab_size)
+    write_model(folder, dataclasses.replace(LLAMA, max_context=4096))
     return LLM(folder, method="ar", max_context=2600, session_memory=0)
 
 

@@ -16,7 +16,7 @@ import tune_kernels
 from kernel_bench import kernels, parts, rounds, targets, timing
 from kernel_bench.cases import attention_case, list_cases
 from kernel_bench.device import published_bandwidth
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 
 from jaxspec.models.config import ModelConfig
 from pallas_kernels import registry
@@ -30,8 +30,7 @@ def call(monkeypatch, tool, *arguments):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench") / "model"
-    write_native(folder, dataclasses.replace(LLAMA, max_context=1024))
-    write_tokenizer(folder, LLAMA.vocab_size)
+    write_model(folder, dataclasses.replace(LLAMA, max_context=1024))
     return folder
 
 

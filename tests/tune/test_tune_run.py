@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from native_models import LLAMA, write_native, write_tokenizer
+from native_models import LLAMA, write_model
 
 from jaxspec.bench.prompts import BenchPrompt
 from jaxspec.config import SamplingParams
@@ -299,8 +299,7 @@ def test_a_split_that_does_not_fit_is_left_out(tune_on, split):
 def test_the_plan_is_made_from_headers(tmp_path):
     """Bytes and heads of every split, and which of them a device has room for."""
     cfg = dataclasses.replace(LLAMA, num_layers=2)
-    write_native(tmp_path / "model", cfg)
-    write_tokenizer(tmp_path / "model", cfg.vocab_size)
+    write_model(tmp_path / "model", cfg)
     files = PairFiles(tmp_path / "model", tmp_path / "model", "float32", "auto")
     plans = {pair: files.plan(*pair) for pair in list_splits(8)}
     assert [*plans] == [(8, None), (4, 4), (3, 5), (5, 3), (2, 6), (6, 2), (1, 7), (7, 1)]

@@ -5,6 +5,7 @@ The first start runs each kind of round a few times on a text of its own (`measu
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutp
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.sequence import CHUNKS
 from jaxspec.methods.core.timing import Worth
-from jaxspec.methods.core.verify import chain_draft
+from jaxspec.methods.core.verify import Draft, chain_draft
 from jaxspec.results import Choice
 from jaxspec.runtime.transfer import place, zeros_of
 
@@ -89,9 +90,10 @@ def measure_rounds(
     rows = measured_rows(num_rows)
     verifications = [(rounds.verify, count, float(expected.passes[count - 1])) for count in rows]
     lengths = sorted({1, length}) if length else []
-    first = [*verifications[:1], *((rounds.draft, one, expected.round + one * expected.draft) for one in lengths)]
+    first = [*verifications[:1], *((rounds.draft, one, 1 + expected.round + one * expected.draft) for one in lengths)]
     first += verifications[1:2]
     rest: list[tuple[Any, int, float]] = [(rounds.plain, STEPS_PER_DISPATCH, STEPS_PER_DISPATCH)]
+    rest += [(rounds.draft, 0, 1 + expected.round)] * bool(length)
     if runner.shared_rounds is not None:
         most = ROUNDS_PER_DISPATCH
         rest.append((rounds.shared, most, most * (1 + expected.round + length * expected.draft) / together))
@@ -114,17 +116,20 @@ def measure_rounds(
     plain_s = least.get("plain", verify_s[1])
     if length and ("draft", length) not in least:
         return RoundTimes(plain_s, verify_s, None, 0.0)
-    search_s = draft_s = 0.0
+    search_s = draft_s = overhead_s = 0.0
     if length:
         few, many = (least["passes", wanted] for wanted in (1, length))
-        short, long = least["draft", 1], least["draft", length]
+        short, long = (max(0.0, least["draft", wanted] - verify_s[1]) for wanted in (1, length))
         draft_s = max(0.0, (long - short) / (many - few)) if many > few else short / max(few, 1)
-        search_s = max(0.0, short - few * draft_s)
+        begun_s = max(0.0, short - few * draft_s)
+        # Without one the search alone is left. A draft's first pass finds less of its weights in the caches.
+        search_s = min(begun_s, max(0.0, least.get(("draft", 0), math.inf) - verify_s[1]))
+        overhead_s = begun_s - search_s
     if "shared" in least:
         # Apart from their tokens, which are decoded plainly, and from the draft's passes in each of them.
         shared = max(0.0, least["shared"] - least["shared tokens"] * plain_s) + least["shared passes"] * draft_s
         search_s -= max(0.0, search_s + verify_s[1] - plain_s - shared)
-    return RoundTimes(plain_s, verify_s, search_s, draft_s)
+    return RoundTimes(plain_s, verify_s, search_s, draft_s, overhead_s)
 
 
 class _Rounds:
@@ -154,10 +159,12 @@ class _Rounds:
         self._keep(target=dataclasses.replace(state.target, cache=cache), draft=draft)
         jax.block_until_ready(self.state)
 
+    def _batch(self, rows: int) -> Draft:
+        home = self._runner.executor.verified.count.sharding
+        return jax.tree.map(lambda leaf: place(leaf, home), chain_draft(self._text[:rows], self._num_rows))
+
     def verify(self, rows: int, count: int) -> dict[Any, float]:
-        executor = self._runner.executor
-        home = executor.verified.count.sharding
-        batch = jax.tree.map(lambda leaf: place(leaf, home), chain_draft(self._text[:rows], self._num_rows))
+        executor, batch = self._runner.executor, self._batch(rows)
         # As after a draft that was right: a later round of one row would decode several tokens.
         idle = place(np.int32(0), self.state.target.idle.sharding)
         target = dataclasses.replace(self.state.target, idle=idle)
@@ -182,16 +189,20 @@ class _Rounds:
         return {"plain": seconds / done}
 
     def draft(self, wanted: int, count: int) -> dict[Any, float]:
-        """Drafts of `wanted` passes, as far as the draft goes."""
+        """Drafts of `wanted` passes, as far as the draft goes, each before a verification of one row.
+
+        Its weights leave the caches where a draft's would stay in them, as while decoding.
+        """
         runner, state = self._runner, self.state
         runner.drafter.use_costs(_costs_of_drafts(self._num_rows, BRANCH * wanted))
         last = [first_verified(runner.executor.verified, next(self._unseen)) for _ in range(count)]
         jax.block_until_ready(last)
-        target, draft, passes, start = state.target, state.draft, [], self._now()
+        target, draft, passes, batch, start = state.target, state.draft, [], self._batch(1), self._now()
         for verified in last:
             target, draft, drafted = runner.drafter.draft(self._params, target, draft, verified, self._request)
             passes.append(drafted.passes)
-        jax.block_until_ready(passes)
+            target, _, round_ = runner.executor.verify(self._params.target, target, batch, self._request)
+        jax.block_until_ready(round_)
         seconds = self._now() - start
         self._keep(target=target, draft=draft)
         return {("draft", wanted): seconds / count, ("passes", wanted): sum(map(int, passes)) / count}
@@ -285,8 +296,8 @@ class MeasuringRunner(SpeculativeRunner):
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
-        seconds = None if self.timer is None else self.timer.latest_s
-        state.host.gained += self.worths[state.host.law].note(outputs, seconds)
+        seconds, plain_s = (None, None) if self.timer is None else (self.timer.latest_s, self.timer.plain_s)
+        state.host.gained += self.worths[state.host.law].note(outputs, seconds, plain_s)
         costs = self._filter.observe(outputs, seconds) if self.costs.source == "measured" else None
         if costs is not None and differ(costs, self.costs):
             self._use(costs)

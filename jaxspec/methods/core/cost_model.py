@@ -30,20 +30,13 @@ from jaxspec.runtime.transfer import place_like
 from jaxspec.tree.select import Candidates
 from pallas_kernels.active_rows import computed_rows
 from pallas_kernels.linear.blocks import FORMATS
-from pallas_kernels.registry import Kernels
 
 # Time of a pass of so many rows over that of one row, on two CPU cores (docs/results); on accelerators a pass is bound
 # by its weights far beyond that.
 XLA_CPU_PASS_COST = ((1, 1.0), (8, 1.6), (16, 2.2), (32, 3.2), (64, 4.8), (128, 8.0))
 NATIVE_PASS_COST = ((1, 1.0), (4, 1.08), (8, 1.24), (16, 1.75), (32, 3.1), (64, 5.9))
-# The same of weights in blocks, whose single rows cost a third as much.
-BLOCKS_PASS_COST = ((1, 1.0), (2, 1.11), (4, 1.45), (8, 2.1), (16, 4.0), (32, 7.9))
-# The same of packed blocks, multiplied by integers of 8 or 16 bits (docs/results/integer-cpu.md).
-INT8_PASS_COST = ((1, 1.0), (2, 1.03), (4, 1.12), (8, 1.5), (16, 2.6), (32, 4.9))
-INT16_PASS_COST = ((1, 1.0), (2, 1.05), (4, 1.25), (8, 2.0), (16, 3.8), (32, 7.4))
-_NATIVE_PASS_COSTS = {
-    "numbers": NATIVE_PASS_COST, "blocks": BLOCKS_PASS_COST, "int16": INT16_PASS_COST, "int8": INT8_PASS_COST,
-}  # fmt: skip
+# The same of weights in blocks, whose single rows cost a third as much (docs/results/integer-cpu.md).
+BLOCKS_PASS_COST = ((1, 1.0), (2, 1.1), (4, 1.4), (8, 2.0), (16, 3.8), (32, 7.4))
 # On an accelerator, each further row.
 ROW_COST = 0.003
 # Costs of a draft pass beyond reading its weights, and of a round beyond its passes.
@@ -251,13 +244,6 @@ def tree_passes(budget: int, width: int) -> int:
     return min(budget, max(USUAL_DEPTH, -(-budget // width)))
 
 
-def weight_form(target: Placement) -> str:
-    """The form of most weights: "numbers", "blocks", or "int8" or "int16" where those are multiplied by integers."""
-    if target.weights.default not in FORMATS:
-        return "numbers"
-    return "blocks" if target.activations == "float32" else target.activations
-
-
 def relative_draft_cost(target: Placement, draft: Placement) -> float:
     """A draft pass over a target pass, by the bytes of weights that each reads; of one row, or of a block's rows."""
     rows = 1 if draft.cfg.features is None else max(1, draft.cfg.features.block)
@@ -283,8 +269,8 @@ def stream_growth(target: Placement, rows: int, expert_share: float) -> float:
 
 def _built_in_cost(active_rows: int, rows: int, target: Placement) -> float:
     """Time of a pass with so many active rows of `rows` over that of a one-row pass: a rough, fixed figure."""
-    kernels, form, experts = target.plan.kernels, weight_form(target), target.cfg.experts
-    cost = _dense_cost(active_rows, rows, kernels, form)
+    kernels, experts = target.plan.kernels, target.cfg.experts
+    cost = _dense_cost(active_rows, rows, target)
     if experts is None or active_rows == 1:
         return cost
     computed = active_rows
@@ -298,18 +284,19 @@ def _built_in_cost(active_rows: int, rows: int, target: Placement) -> float:
         # XLA gathers the experts of a few rows, and sends more rows through all of them.
         few = computed * experts.per_token <= experts.count
         read, together = (computed * experts.per_token, 1) if few else (experts.count, active_rows)
-    mixed = read / experts.per_token * _dense_cost(together, rows, kernels, form)
+    mixed = read / experts.per_token * _dense_cost(together, rows, target)
     share = _routed_bytes(target) / _bytes_read(target)
     return (1 - share) * cost + share * mixed
 
 
-def _dense_cost(active_rows: float, rows: int, kernels: Kernels, form: str) -> float:
+def _dense_cost(active_rows: float, rows: int, target: Placement) -> float:
     """`_built_in_cost` where all rows pass the same weights."""
+    kernels = target.plan.kernels
     if kernels.platform != "cpu":
         return 1.0 + ROW_COST * (active_rows - 1)
     table = XLA_CPU_PASS_COST
     if kernels.native:
-        table = _NATIVE_PASS_COSTS[form]
+        table = BLOCKS_PASS_COST if target.weights.default in FORMATS else NATIVE_PASS_COST
     computed = active_rows if kernels.native else computed_rows(math.ceil(active_rows), rows, kernels)
     computed = min(computed, rows)
     for (low, cheap), (high, dear) in itertools.pairwise(table):

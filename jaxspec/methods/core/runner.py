@@ -413,14 +413,13 @@ class SpeculativeRunner(Runner):
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         allowed, delayed = state.host.dispatched.popleft()
-        first = state.host.read == 0
         for output in outputs:
             state.host.read += len(output.tokens)
             state.host.copied += 0 if output.draft_passes or not output.drafted else len(output.tokens)
         if self.timer is None:
             return
         if allowed is None:
-            self.timer.leave_out(ended=first)
+            self.timer.leave_out()
         else:
             self.timer.observe(*outputs, allowed=allowed, delayed=delayed)
 

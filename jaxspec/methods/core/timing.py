@@ -14,9 +14,9 @@ import numpy as np
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.runtime import hosts
 
-# Dispatches without a draft that are measured at first and again after so many dispatches; rounds of each kind that
-# are remembered.
-PLAIN_ROUNDS, PLAIN_EVERY, REMEMBERED = 3, 256, 64
+# A dispatch without a draft is asked for where none came by itself in 1, 2, 4, ... dispatches, at most so many: a
+# process that has just started is slow. Such dispatches that are remembered, and rounds with a draft.
+PLAIN_EVERY, PLAIN_REMEMBERED, REMEMBERED = 64, 9, 64
 # Drafted rounds after which the measured gain counts (half as many once it was too low), and rounds without drafts
 # while it is too low: the first time, and at most.
 ENOUGH_ROUNDS, FIRST_PAUSE, LONGEST_PAUSE = 12, 32, 1024
@@ -27,8 +27,6 @@ OUTLIER = 10
 USUAL_ROUNDS, FIRST_WAIT, LONGEST_WAIT = 32, 50.0, 800.0
 # Tokens that a text is believed to have before any has ended, and texts after which an earlier one counts a third.
 FIRST_LENGTH, USUAL_TEXTS = 128.0, 8
-# Dispatches without a draft after which the time of an earlier one counts a third.
-USUAL_PLAIN = 8
 # Tokens of a text after which a draft takes its prompt at the earliest: till then copies may have begun to bring all.
 LEAST_WAIT = 4.0
 
@@ -63,10 +61,11 @@ class RoundTimer:
         self.spent_s = 0.0
         self.latest_s: float | None = None  # of the latest dispatch, as timed; None where it was not
         self._last: float | None = None
-        self._plain: collections.deque[float] = collections.deque(maxlen=REMEMBERED)
+        self._plain: collections.deque[float] = collections.deque(maxlen=PLAIN_REMEMBERED)
         self._drafted: collections.deque[tuple[int, float]] = collections.deque(maxlen=REMEMBERED)
         self._ever = [0, 0.0]  # tokens and seconds of drafted rounds
         self._rounds = self._paused_until = 0
+        self._plain_until, self._plain_wait = 0, 1  # up to which dispatch none without a draft is asked for
         self._pause, self._enough = FIRST_PAUSE, ENOUGH_ROUNDS
 
     @property
@@ -90,9 +89,9 @@ class RoundTimer:
         self._last = None
         self._paused_until = 0
 
-    def leave_out(self, ended: bool = False) -> None:
-        """A round was read that is not to be timed, nor is the one after it unless this one `ended` just now."""
-        self._last, self.latest_s = self.now() if ended else None, None
+    def leave_out(self) -> None:
+        """A round was read that is not to be timed, nor is the one after it."""
+        self._last = self.latest_s = None
 
     def forget_drafts(self) -> None:
         """Drafts are made in another way from now on: what was measured of them says nothing."""
@@ -103,7 +102,9 @@ class RoundTimer:
     def may_draft(self) -> bool:
         """Whether the next round may: not while plain decoding is measured, nor while drafts were found not to pay."""
         self._rounds += 1
-        if (self._rounds - 1) % PLAIN_EVERY < PLAIN_ROUNDS:
+        if self._rounds > self._plain_until:
+            self._plain_wait = min(2 * self._plain_wait, PLAIN_EVERY)
+            self._plain_until = self._rounds + self._plain_wait
             return False
         if self._rounds > self._paused_until and len(self._drafted) >= self._enough and (self.gain or 1.0) < 1.0:
             self._paused_until, self._pause = self._rounds + self._pause, min(2 * self._pause, LONGEST_PAUSE)
@@ -145,9 +146,10 @@ class RoundTimer:
             self._drafted.extend((count, share / len(drafted)) for count in drafted)
             self._ever[0] += sum(drafted)
             self._ever[1] += share
-        elif not allowed and not drafted and len(outputs) == 1:
+        elif not drafted and len(outputs) == 1 and tokens > 1:
             # Several rounds without a draft hold the other costs of each.
             self._plain.append(seconds / tokens)
+            self._plain_until = self._rounds + self._plain_wait
 
     @property
     def total_gain(self) -> float | None:
@@ -170,7 +172,6 @@ class Worth:
         """See `believe`."""
         self.believe(gain)
         self._weight, self._timed = float(USUAL_ROUNDS), np.zeros(2)  # of the belief; tokens, and what they cost
-        self._plain_s: float | None = None  # seconds of a token without a draft, of late
         self._wait, self._rested = FIRST_WAIT, 0.0
         self._length = FIRST_LENGTH  # of a usual text
 
@@ -184,22 +185,18 @@ class Worth:
         tokens, spent = self._timed + self._weight * np.array([self._believed, 1.0])
         return float(tokens / spent)
 
-    def note(self, outputs: Sequence[StepOutput], seconds: float | None) -> float:
-        """Take in a dispatch, if it was timed; returns what drafts gained in it, in tokens.
+    def note(self, outputs: Sequence[StepOutput], seconds: float | None, plain_s: float | None) -> float:
+        """Take in a dispatch, if it was timed; returns what drafts gained in it, in tokens, which take `plain_s` each.
 
         Times say it, and not costs: what was wrong in these would be wrong here.
         """
         # A chain of so many passes brings no more; the others are of copies.
         tokens, passes = sum(len(o.tokens) for o in outputs), sum(o.draft_passes for o in outputs)
         copied = any(o.drafted and (not o.draft_passes or len(o.tokens) > 1 + o.draft_passes) for o in outputs)
-        if not seconds or copied or not tokens or (passes and self._plain_s is None):
+        if not seconds or not plain_s or copied or not passes:
             return 0.0
         # An interruption counts no more than a slow moment.
-        plain_s = self._plain_s or seconds / tokens
         spent = min(seconds / plain_s, 2.0 * tokens + 2.0 * len(outputs))
-        if not passes:
-            self._plain_s = plain_s * (1 + (spent / tokens - 1) / USUAL_PLAIN)
-            return 0.0
         kept = (1 - 1 / USUAL_ROUNDS) ** len(outputs)
         self._weight, self._timed = kept * self._weight, kept * self._timed + np.array([tokens, spent])
         return tokens - spent
