@@ -93,11 +93,10 @@ def measure_rounds(
     first = [*verifications[:1], *((rounds.draft, one, 1 + expected.round + one * expected.draft) for one in lengths)]
     first += verifications[1:2]
     rest: list[tuple[Any, int, float]] = [(rounds.plain, STEPS_PER_DISPATCH, STEPS_PER_DISPATCH)]
-    rest += [(rounds.draft, 0, 1 + expected.round)] * bool(length)
     if runner.shared_rounds is not None:
         most = ROUNDS_PER_DISPATCH
         rest.append((rounds.shared, most, most * (1 + expected.round + length * expected.draft) / together))
-    rest += verifications[2:]
+    rest += [*verifications[2:], *[(rounds.draft, 0, 1 + expected.round)] * bool(length)]
     cold = {rounds.draft, rounds.plain, rounds.shared}
     for number in range(MOST_SAMPLES):
         rounds.begin(rounds.state)
