@@ -6,15 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    DTYPES,
-    assert_cache,
-    expected_and_bound,
-    random_case,
-    random_parents,
-    tree_mask,
-    visible,
-)
+from attention_cases import DTYPES, assert_cache, expected_and_bound, random_case, random_parents, tree_mask, visible
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import XLA, assert_close, assert_same_bits, needs_native, run
@@ -195,8 +187,7 @@ def test_any_tree(model, rows, length, sliding_window, seed):
 @needs_native
 @pytest.mark.parametrize("sliding_window", WINDOWS)
 @pytest.mark.parametrize(
-    "rows, models",
-    quick_part([(1, (1, 5)), (5, (0, 9)), (64, (2, 3)), (300, (1, 7))], lambda rows, _: rows == 300),
+    "rows, models", quick_part([(1, (1, 5)), (5, (0, 9)), (64, (2, 3)), (300, (1, 7))], lambda rows, _: rows == 300)
 )
 def test_causal_chunks(rows, models, sliding_window):
     """Against numpy, as a tree that is a chain, token by token, in parts, and with some active rows."""

@@ -265,9 +265,4 @@ def test_operations_on_any_rows(weight_format, rows, columns, threads, seed):
 
 
 def _operations(x, weight, scale, position, frequency, index):
-    return (
-        swiglu(x, weight),
-        rms_norm(x, scale, 1e-5),
-        *rope_tables(position, frequency),
-        take_rows(weight, index),
-    )
+    return (swiglu(x, weight), rms_norm(x, scale, 1e-5), *rope_tables(position, frequency), take_rows(weight, index))

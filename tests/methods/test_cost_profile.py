@@ -32,8 +32,8 @@ from jaxspec.runtime.store import limit, program_files
 
 CASE = LLAMA_AUTO_LONG._replace(method=Auto())
 TIMES = RoundTimes(0.01, {1: 0.011, 2: 0.012, 4: 0.018, 16: 0.041}, search_s=0.002, draft_s=0.001)
-# Seconds of a plain token, of a verification of n rows, of a search, and of a draft pass.
-PLAIN_S, ROW_S, SEARCH_S, DRAFT_S = 0.004, 0.001, 0.0005, 0.00025
+# Seconds of a plain token, of a verification of n rows, of a search, of a draft pass, and of a draft apart from these.
+PLAIN_S, ROW_S, SEARCH_S, DRAFT_S, OVERHEAD_S = 0.004, 0.001, 0.0005, 0.00025, 0.0003
 
 
 @pytest.fixture
@@ -59,8 +59,10 @@ class SlowRunner:
 
     def patch(self, monkeypatch):
         def verify(params, state, draft, request):
-            self.seconds += self.slow * (PLAIN_S + ROW_S * int(draft.batch.count))
-            return self._verify(params, state, draft, request)
+            out, rows = self._verify(params, state, draft, request), int(draft.batch.count)
+            tokens = len(read_rounds(out[2])[0].tokens) if rows == 1 else 1
+            self.seconds += self.slow * (PLAIN_S * tokens + ROW_S * rows)
+            return out
 
         def decode(params, state, request, steps):
             out = self._decode(params, state, request, steps)
@@ -69,7 +71,8 @@ class SlowRunner:
 
         def draft(*arguments):
             out = self._draft(*arguments)
-            self.seconds += self.slow * (SEARCH_S + DRAFT_S * int(out[2].passes))
+            passes = int(out[2].passes)
+            self.seconds += self.slow * (SEARCH_S + DRAFT_S * passes + OVERHEAD_S * (passes > 0))
             return out
 
         def start(*arguments):
@@ -165,6 +168,7 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     np.testing.assert_allclose(report.pass_cost, expected, atol=2e-3)
     assert report.draft_cost == pytest.approx(DRAFT_S / PLAIN_S, abs=1e-3)
     assert report.round_cost == pytest.approx((ROW_S + SEARCH_S) / PLAIN_S, abs=1e-3)
+    assert report.draft_overhead == pytest.approx(OVERHEAD_S / PLAIN_S, abs=1e-3)
     # The device weighs with what the report says, not with what measuring needed.
     costs = CASE.method.costs(models_of(CASE), engine.runner.times)
     np.testing.assert_allclose(engine.runner.drafter.operands.rounds[1], costs.rounds[1], rtol=1e-3)
@@ -239,6 +243,10 @@ def test_what_was_learned_is_kept_for_the_next_process(clocked, store):
     kept = again.runner.drafter.learned
     assert kept["accepted"][0].sum() > 0 and kept["tried"][0].sum() > 0
     assert not any(counts[1].any() for counts in kept.values()), "nothing was sampled"
+    run(engine, params, PROMPT, 300, seed=4, temperature=1.0)
+    sampled = load_learned(find(store))
+    assert sampled["accepted"][1].sum() > 0
+    np.testing.assert_allclose(sampled["accepted"][0], kept["accepted"][0], rtol=1e-5)
     # The buffers of `prepare` begin once more, with the first text, which changes nothing.
     allocated = again.runner.start(0, None)
     begun = again.runner.start(0, allocated)

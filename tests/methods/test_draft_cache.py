@@ -130,10 +130,7 @@ def test_garbage_after_the_prefix_is_never_read(case):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "method",
-    [SpecExec(4, width=2, depth=3), PromptLookup(num_draft_tokens=3)],
-)
+@pytest.mark.parametrize("method", [SpecExec(4, width=2, depth=3), PromptLookup(num_draft_tokens=3)])
 def test_capacity_grows_on_demand(method, monkeypatch, compilations):
     monkeypatch.setattr(engine_module, "FIRST_CAPACITY", 70)
     config = dataclasses.replace(FAMILIES["llama"], num_layers=1, max_context=280)

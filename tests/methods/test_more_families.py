@@ -18,11 +18,7 @@ from jaxspec.methods.swiftspec.settings import SwiftSpec
 
 pytestmark = pytest.mark.thorough
 
-METHODS = {
-    "lookup": ("none", PromptLookup()),
-    "chain": ("same", Chain(4)),
-    "specexec": ("layer", SpecExec(7)),
-}
+METHODS = {"lookup": ("none", PromptLookup()), "chain": ("same", Chain(4)), "specexec": ("layer", SpecExec(7))}
 # One for each kind of layer: experts, layers of several kinds, recurrent layers, two norms around a part, sinks. That
 # chains and trees of every family have the bits of plain decoding is tested without methods.
 FAST = [("mixtral", "chain"), ("gemma4", "chain"), ("lfm2", "specexec"), ("gemma2", "chain"), ("gpt-oss", "specexec")]

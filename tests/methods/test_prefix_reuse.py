@@ -65,9 +65,7 @@ def check_conversation(engine, params, monkeypatch, **sampling):
 
 
 @pytest.mark.parametrize(
-    "case",
-    quick_part([*BASIC, CHAIN_TP4], lambda case: case in (LLAMA_CHAIN, LLAMA_LOOKUP)),
-    ids=case_id,
+    "case", quick_part([*BASIC, CHAIN_TP4], lambda case: case in (LLAMA_CHAIN, LLAMA_LOOKUP)), ids=case_id
 )
 def test_a_conversation_gives_the_bits_of_cold_runs(case, monkeypatch):
     draft = "copy" if case.geometry == "none" else "first layer"

@@ -1,6 +1,7 @@
 """Rounds that share a dispatch: those of single dispatches, as many as fit, and an end where the text ends."""
 
 import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +16,10 @@ from method_cases import (
     SAMPLINGS,
     Case,
     Steps,
+    Untimed,
     case_id,
     engine_of,
+    forget_drafts,
     models_of,
     params_of,
     run,
@@ -91,6 +94,18 @@ def test_a_dispatch_ends_with_its_tokens_and_the_text():
     near = runner.place_request(SamplingParams(max_tokens=1, ignore_eos=True), 0)
     state, round_, _ = runner.round(params, state, near, 4)
     assert len(read_rounds(round_)) == 1
+
+
+def test_a_dispatch_that_may_not_draft_is_one_plain_round(monkeypatch):
+    """Its time is that of plain decoding, whatever the rounds before it drafted."""
+    runner, timer, seen = engine_of(LLAMA_AUTO).runner, Untimed(), []
+    forget_drafts(LLAMA_AUTO)
+    timer.may_draft = itertools.cycle([True, True, False]).__next__
+    timer.observe = lambda *outputs, allowed, delayed: seen.append((allowed, outputs))
+    monkeypatch.setattr(runner, "timer", timer)
+    run(engine_of(LLAMA_AUTO), params_of(LLAMA_AUTO, "copy"), PROMPT, 120, 3, temperature=1.5)
+    plain = [outputs for allowed, outputs in seen[:-1] if not allowed and not any(one.drafted for one in outputs)]
+    assert len(plain) > 2 and all([len(one.tokens) for one in outputs] == [STEPS_PER_DISPATCH] for outputs in plain)
 
 
 def test_reads_as_many_rounds_as_ran():

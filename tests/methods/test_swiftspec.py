@@ -370,10 +370,7 @@ def test_sharing_devices_is_said(caplog, monkeypatch):
         return method.bind(models, 64).note
 
     assert "they take turns (load the model with method='swiftspec'" in note(SwiftSpec(), Models(TARGET, TARGET))
-    for devices, why in (
-        (2, "the target has all 2 devices: fewer target_devices"),
-        (1, "there is one device only)"),
-    ):
+    for devices, why in ((2, "the target has all 2 devices: fewer target_devices"), (1, "there is one device only)")):
         every = Models(*[dataclasses.replace(TARGET, plan=plan_mesh(devices))] * 2)
         with monkeypatch.context() as patch:
             patch.setattr("jaxspec.methods.swiftspec.runner.jax.devices", lambda there=every.target.plan.devices: there)

@@ -20,7 +20,7 @@ from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_row
 from jaxspec.methods.core.cost_model import LAWS, PRIOR_MEAN, CostModel
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
-from jaxspec.methods.core.sequence import CHUNKS
+from jaxspec.methods.core.sequence import CHUNKS, SequenceState
 from jaxspec.methods.core.timing import Worth
 from jaxspec.methods.core.verify import Draft, chain_draft
 from jaxspec.results import Choice
@@ -80,8 +80,7 @@ def measure_rounds(
     """Time verifications, drafts and plain decoding in turn, for at most half a second in all; `state` is donated.
 
     `length` is the most passes of a draft, 0 without one. Rounds for which there is no time, by the `expected` costs,
-    are not measured; the more important ones come first. Drafts are made as long as is wanted by the figures that they
-    are weighed with, which the caller sets anew afterwards.
+    are not measured; the more important ones come first. The caller sets the figures of drafts anew afterwards.
     """
     start, rounds = now(), _Rounds(runner, params, state, num_rows, now)
     # The first pass warms up, and says how long one takes. What else runs on the machine only adds to a time.
@@ -121,7 +120,7 @@ def measure_rounds(
         short, long = (max(0.0, least["draft", wanted] - verify_s[1]) for wanted in (1, length))
         draft_s = max(0.0, (long - short) / (many - few)) if many > few else short / max(few, 1)
         begun_s = max(0.0, short - few * draft_s)
-        # Without one the search alone is left. A draft's first pass finds less of its weights in the caches.
+        # A draft of no passes is the search alone. What else a draft costs is overhead.
         search_s = min(begun_s, max(0.0, least.get(("draft", 0), math.inf) - verify_s[1]))
         overhead_s = begun_s - search_s
     if "shared" in least:
@@ -162,11 +161,13 @@ class _Rounds:
         home = self._runner.executor.verified.count.sharding
         return jax.tree.map(lambda leaf: place(leaf, home), chain_draft(self._text[:rows], self._num_rows))
 
+    def _target(self) -> SequenceState:
+        """The target as after a draft that was right: later, a round of one row would decode several tokens."""
+        idle: Any = np.int32(0)
+        return dataclasses.replace(self.state.target, idle=idle)
+
     def verify(self, rows: int, count: int) -> dict[Any, float]:
-        executor, batch = self._runner.executor, self._batch(rows)
-        # As after a draft that was right: a later round of one row would decode several tokens.
-        idle = place(np.int32(0), self.state.target.idle.sharding)
-        target = dataclasses.replace(self.state.target, idle=idle)
+        executor, batch, target = self._runner.executor, self._batch(rows), self._target()
         jax.block_until_ready((target, batch))
         start = self._now()
         for _ in range(count):
@@ -188,15 +189,13 @@ class _Rounds:
         return {"plain": seconds / done}
 
     def draft(self, wanted: int, count: int) -> dict[Any, float]:
-        """Drafts of `wanted` passes, as far as the draft goes, each before a verification of one row.
-
-        Its weights leave the caches where a draft's would stay in them, as while decoding.
-        """
+        """Drafts of up to `wanted` passes, each before a pass of the target, which evicts their weights as usual."""
         runner, state = self._runner, self.state
         runner.drafter.use_costs(_costs_of_drafts(self._num_rows, BRANCH * wanted))
         last = [first_verified(runner.executor.verified, next(self._unseen)) for _ in range(count)]
-        jax.block_until_ready(last)
-        target, draft, passes, batch, start = state.target, state.draft, [], self._batch(1), self._now()
+        target, draft, passes, batch = self._target(), state.draft, [], self._batch(1)
+        jax.block_until_ready((last, target, batch))
+        start = self._now()
         for verified in last:
             target, draft, drafted = runner.drafter.draft(self._params, target, draft, verified, self._request)
             passes.append(drafted.passes)
@@ -210,8 +209,7 @@ class _Rounds:
         """A dispatch of up to `wanted` rounds that verify no draft."""
         runner, state = self._runner, self.state
         runner.drafter.use_costs(_costs_of_drafts(self._num_rows, 0))
-        verified = first_verified(runner.executor.verified, next(self._unseen))
-        target = dataclasses.replace(state.target, idle=place(np.int32(0), state.target.idle.sharding))
+        verified, target = first_verified(runner.executor.verified, next(self._unseen)), self._target()
         jax.block_until_ready((verified, target))
         start = self._now()
         target, draft, verified, rounds = runner.dispatch_rounds(
@@ -249,7 +247,7 @@ class MeasuringRunner(SpeculativeRunner):
         self.times = times
         self.drafter.learned = None if profile is None else load_learned(profile)
         self._tokens, self._keep_at = 0, WORTH_KEEPING
-        # Of greedy texts and of sampled ones.
+        # One is for greedy texts, and one for sampled ones.
         self.worths, learned = (Worth(), Worth()), self.drafter.learned
         self._usual = np.zeros((LAWS, 4)) if learned is None else learned["asked"]
         self._use(weigh(times))

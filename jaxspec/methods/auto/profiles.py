@@ -55,7 +55,7 @@ class RoundTimes:
     # there was no time to measure it.
     search_s: float | None
     draft_s: float  # of a draft pass of one row; 0 without a draft
-    draft_overhead_s: float = 0.0  # of a draft apart from its passes, as far as rounds have shown it
+    draft_overhead_s: float = 0.0  # of a draft apart from its passes
 
     def corrected(self, costs: CostModel, plain_s: float) -> "RoundTimes":
         """The same by costs in plain tokens, which take `plain_s` seconds each; of rows that were not timed, too."""
@@ -71,7 +71,7 @@ class RoundTimes:
         if self.search_s is not None:
             found["round_cost"] = round(max(0.0, one_row - self.plain_s + self.search_s) / self.plain_s, 4)
         drafts = {"draft_cost": self.draft_s, "draft_overhead": self.draft_overhead_s}
-        return found | ({name: round(s / self.plain_s, 4) for name, s in drafts.items()} if self.draft_s else {})
+        return found | {name: round(seconds / self.plain_s, 4) for name, seconds in drafts.items() if seconds}
 
 
 def find_costs(cache: Path | None, models: Models, num_rows: int) -> Path | None:

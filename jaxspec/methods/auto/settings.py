@@ -128,7 +128,7 @@ class Auto(Method):
         used = {name: value for name, value in given.items() if value not in (0, (), None)}
         known, rest = ({}, "built in") if measured is None else (measured.figures(), "measured")
         figures: dict[str, Any] = {name: value for name, value in known.items() if name in given} | used
-        overhead = 0.0 if "draft_cost" in used else known.get("draft_overhead", 0.0)
+        overhead = known.get("draft_overhead", 0.0)
         source = "given" if len(used) == len(given) else f"given, rest {rest}" if used else rest
         cost = figures.get("draft_cost", 0.0)
         if draft is not None and "draft_cost" not in figures:

@@ -35,8 +35,8 @@ from pallas_kernels.linear.blocks import FORMATS
 # by its weights far beyond that.
 XLA_CPU_PASS_COST = ((1, 1.0), (8, 1.6), (16, 2.2), (32, 3.2), (64, 4.8), (128, 8.0))
 NATIVE_PASS_COST = ((1, 1.0), (4, 1.08), (8, 1.24), (16, 1.75), (32, 3.1), (64, 5.9))
-# The same of weights in blocks, whose single rows cost a third as much (docs/results/integer-cpu.md).
-BLOCKS_PASS_COST = ((1, 1.0), (2, 1.1), (4, 1.4), (8, 2.0), (16, 3.8), (32, 7.4))
+# The same of weights in blocks, between the slowest and the fastest levels (docs/results/levels-cpu.md).
+BLOCKS_PASS_COST = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 1.8), (16, 3.0), (32, 6.0))
 # On an accelerator, each further row.
 ROW_COST = 0.003
 # Costs of a draft pass beyond reading its weights, and of a round beyond its passes.
@@ -62,7 +62,7 @@ CONTRADICTION = 0.25
 # Observations lose weight with each token, so that a change of subject is noticed.
 FORGETTING = 0.98
 # Of each group of kinds, and of drafts, so many observations of earlier texts are kept; in a text they count as fewer.
-# Greedy texts and sampled ones are kept apart: drafts are right more often where nothing is drawn.
+# Greedy texts are law 0 and sampled ones law 1, kept apart: drafts are right more often where nothing is drawn.
 USUAL_KEPT, USUAL_WEIGHT, LAWS = 150.0, 12.0, 2
 # A draft is judged by so many standard deviations more tokens than it is expected to bring: what is little known is
 # tried.

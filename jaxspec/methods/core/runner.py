@@ -29,7 +29,7 @@ from jaxspec.methods.core.round import (
     round_shapes,
     verified_shapes,
 )
-from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots, fit_kept
+from jaxspec.methods.core.sequence import IDLE_ROUNDS, PromptStates, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import Draft, Rule, chain_draft
 from jaxspec.pytree import pytree, static
@@ -152,7 +152,7 @@ class HostState:
     dispatched: collections.deque[tuple[bool | None, bool]] = dataclasses.field(default_factory=collections.deque)
     pending: Pending | None = None  # what the draft has still to take
     begun: bool = False  # whether a round was dispatched
-    law: int = 0  # 1 once the answer is known to be sampled
+    law: int = 0  # 1 where the answer is sampled, once that is known
     # What the first token does not wait for: how the draft begins the text, and what it takes in after that.
     begin: Callable[[Any], Any] | None = None
     skipped: Verified | None = None
@@ -197,6 +197,7 @@ class SpeculativeRunner(Runner):
         self.drafter, self.timer = make_drafter(verified), timer
         self._is_fed = bool(layers)
         self._constrained: ConstrainedPasses | None = None
+        self._law = 0  # of the latest text
         rows = self.drafter.shapes.batch.rows
         self._constraint = functools.partial(ConstrainedPasses, num_rows=rows, dynamic_rows=dynamic_rows, layers=layers)
         self.executor: TargetExecutor = make_executor(
@@ -261,10 +262,7 @@ class SpeculativeRunner(Runner):
         return self.timer is not None and self.drafter.drops and (self.drafter.rests or not self.drafter.defers)
 
     def worth_taking(self, law: int, tokens: int, most: float) -> float:
-        """Tokens of an answer, which has at most `most`, after which a draft takes the `tokens` that it lacks.
-
-        Of `law` see `AcceptanceStats`.
-        """
+        """After how many tokens of an answer, at most `most`, a draft takes the `tokens` that it lacks."""
         return 1.0
 
     def _take_prompt(
@@ -335,7 +333,8 @@ class SpeculativeRunner(Runner):
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
         # The first token waits for no others, and not for the draft.
         host, plain_first = state.host, self.timer is not None and self.drafter.drops and not state.host.begun
-        host.begun, unread = True, host.pending
+        self._begin_rounds(host, request)
+        unread = host.pending
         unsettled = loading or plain_first
         paused = self.timer is not None and not unsettled and not self.timer.may_draft()
         draft, resting = (state.draft, False) if plain_first else self._take_prompt(params, state, room, paused)
@@ -343,7 +342,6 @@ class SpeculativeRunner(Runner):
         # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
         if unsettled or (paused and not (shared is not None and self.drafter.rests)):
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
-            host.law = int(request.processors.temperature.addressable_data(0) > 0) if plain_first else host.law
             if plain_first and self._begins_later:
                 host.skipped = state.verified
             else:
@@ -357,14 +355,26 @@ class SpeculativeRunner(Runner):
         self.drafter.rest(resting or paused)
         host.dispatched.append((not paused, delayed))
         if shared is not None:
-            count = min(ROUNDS_PER_DISPATCH, room)
+            count, target = min(ROUNDS_PER_DISPATCH, room), state.target
+            if paused:  # one round decodes as many tokens as a plain dispatch
+                target = dataclasses.replace(target, idle=np.int32(IDLE_ROUNDS))
             target, draft, verified, rounds = self.dispatch_rounds(
-                params, state.target, draft, state.verified, request, count
+                params, target, draft, state.verified, request, count
             )
             return SpeculativeState(target, draft, verified, host), rounds, count
         target, draft, batch = self.drafter.draft(params, state.target, draft, state.verified, request)
         target, verified, round_ = self.executor.verify(params.target, target, batch, request)
         return SpeculativeState(target, draft, verified, host), round_, 1
+
+    def _begin_rounds(self, host: HostState, request: Request) -> None:
+        """Before a round; the first one of a text says its law. Times of drafts of another law say nothing of it."""
+        if self.timer is not None and not host.begun:
+            temperature: Any = request.processors.temperature
+            host.law = int(np.asarray(temperature.addressable_data(0)).item() > 0)
+            if host.law != self._law:
+                self.timer.forget_drafts()
+            self._law = host.law
+        host.begun = True
 
     def constrain(self) -> ConstrainedPasses:
         if self._constrained is None:
@@ -375,7 +385,7 @@ class SpeculativeRunner(Runner):
         self, params: ModelParams, state: SpeculativeState, request: Request, matcher: "Matcher", root: int
     ) -> tuple[SpeculativeState, Round]:
         passes, drafter, host = self.constrain(), self.drafter, state.host
-        host.begun = True
+        self._begin_rounds(host, request)
         draft, resting = self._take_prompt(params, state)
         drafter.rest(resting)
         # Its time says nothing of rounds without a constraint.

@@ -14,8 +14,8 @@ import numpy as np
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.runtime import hosts
 
-# A dispatch without a draft is asked for where none came by itself in 1, 2, 4, ... dispatches, at most so many: a
-# process that has just started is slow. Such dispatches that are remembered, and rounds with a draft.
+# A plain dispatch is asked for first, and then after 2, 4, 8, ... dispatches without one, at most so many: the first
+# times of a process are too long. Plain dispatches and drafted rounds that are remembered.
 PLAIN_EVERY, PLAIN_REMEMBERED, REMEMBERED = 64, 9, 64
 # Drafted rounds after which the measured gain counts (half as many once it was too low), and rounds without drafts
 # while it is too low: the first time, and at most.
@@ -65,7 +65,7 @@ class RoundTimer:
         self._drafted: collections.deque[tuple[int, float]] = collections.deque(maxlen=REMEMBERED)
         self._ever = [0, 0.0]  # tokens and seconds of drafted rounds
         self._rounds = self._paused_until = 0
-        self._plain_until, self._plain_wait = 0, 1  # up to which dispatch none without a draft is asked for
+        self._plain_until, self._plain_wait = 0, 1  # no plain dispatch is asked for up to this one
         self._pause, self._enough = FIRST_PAUSE, ENOUGH_ROUNDS
 
     @property
@@ -138,11 +138,8 @@ class RoundTimer:
             self.spent_s += spent
             self.pass_s = spent if self.pass_s is None else 0.8 * self.pass_s + 0.2 * spent
         elif drafted and allowed:
-            share = seconds * sum(drafted) / tokens  # of the rounds with a draft
-            if rest and self.plain_s:
-                # As usual if they were timed before, else what plain ones leave.
-                left = max(0.0, seconds - rest * self.plain_s)
-                share = seconds * len(drafted) * self.drafted_s / usual if self.drafted_s else left
+            # Rounds without a draft take as long as usual; the others share the rest.
+            share = max(0.0, seconds - rest * self.plain_s) if self.plain_s else seconds * sum(drafted) / tokens
             self._drafted.extend((count, share / len(drafted)) for count in drafted)
             self._ever[0] += sum(drafted)
             self._ever[1] += share

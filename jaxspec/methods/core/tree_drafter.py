@@ -30,7 +30,7 @@ from jaxspec.methods.core.tree_round import (
 from jaxspec.methods.core.verify import Draft, draft_shapes
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.runtime.transfer import place, place_like, read_scalar, zeros_of
+from jaxspec.runtime.transfer import place, read_scalar, zeros_of
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import history_shapes
 from jaxspec.sampling.request import Request, request_shapes
@@ -218,8 +218,8 @@ class TreeDrafter(Drafter):
             created: TreeState = self._create(sequence)
             if self.learned is None:
                 return created
+            assert created.stats is not None
             kept = {f"usual_{name}": counts for name, counts in self.learned.items()}
-            kept = place_like(kept, {name: getattr(self.state.stats, name) for name in kept})
             state = dataclasses.replace(created, stats=dataclasses.replace(created.stats, **kept))
             sequence = created.sequence
         # The rest depends on the capacity, or is new.
