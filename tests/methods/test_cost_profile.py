@@ -27,6 +27,7 @@ from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
 from jaxspec.methods.core.cost_model import KINDS, LAWS, PRIOR_MEAN, CostModel, fill_rows
 from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
+from jaxspec.methods.core.timing import HOPE
 from jaxspec.runtime import hosts
 from jaxspec.runtime.store import limit, program_files
 
@@ -177,7 +178,7 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     again = make_engine(store)
     assert not again.runner.measures and again.runner.report() == report
     for worth in engine.runner.worths:
-        assert worth.gain == pytest.approx(costs.chain_gain(PRIOR_MEAN, 8), rel=1e-3)
+        assert worth.gain == pytest.approx(HOPE * costs.chain_gain(PRIOR_MEAN, 8), rel=1e-3)
     # Figures of one's own come first, and nothing is measured where all are given.
     own = make_engine(store, CASE._replace(method=Auto(round_cost=0.5))).runner.report()
     assert own.figures == "given, rest measured" and own.round_cost == 0.5

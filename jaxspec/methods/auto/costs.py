@@ -272,9 +272,8 @@ class MeasuringRunner(SpeculativeRunner):
     def _use(self, costs: CostModel) -> None:
         self.costs = costs
         self.drafter.use_costs(costs)
-        for worth, (number, *usual) in zip(self.worths, self._usual, strict=True):
-            known = costs.gain(*np.divide(usual, number)) if number else costs.chain_gain(PRIOR_MEAN, self._length)
-            worth.believe(known)
+        for worth, (n, *usual) in zip(self.worths, self._usual, strict=True):
+            worth.believe(costs.gain(*np.divide(usual, n)) if n else costs.chain_gain(PRIOR_MEAN, self._length))
 
     @property
     def most_taken(self) -> int:

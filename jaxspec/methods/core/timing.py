@@ -22,9 +22,10 @@ PLAIN_EVERY, PLAIN_REMEMBERED, REMEMBERED = 64, 9, 64
 ENOUGH_ROUNDS, FIRST_PAUSE, LONGEST_PAUSE = 12, 32, 1024
 # Rounds slower than this many times the expected time are outliers, such as a paused consumer.
 OUTLIER = 10
-# Drafted rounds after which an earlier one counts a third. A draft that seems not to pay takes a prompt, to see whether
-# it does now, where so many times what that costs are decoded without it: at first, and at most after vain trials.
-USUAL_ROUNDS, FIRST_WAIT, LONGEST_WAIT = 32, 50.0, 800.0
+# Drafted rounds after which an earlier one counts a third. What is hoped for beyond the mean gain: texts differ, and in
+# those where drafts do not pay, rounds soon draft nothing. A draft that seems not to pay takes a prompt, to see if it
+# does now, where so many times what that costs are decoded without it: at first, and at most after vain trials.
+USUAL_ROUNDS, HOPE, FIRST_WAIT, LONGEST_WAIT = 96, 1.05, 50.0, 800.0
 # Tokens that a text is believed to have before any has ended, and texts after which an earlier one counts a third.
 FIRST_LENGTH, USUAL_TEXTS = 128.0, 8
 # Tokens of a text after which a draft takes its prompt at the earliest: till then copies may have begun to bring all.
@@ -178,9 +179,9 @@ class Worth:
 
     @property
     def gain(self) -> float:
-        """Speed of drafted rounds over plain decoding, as believed and as timed of late."""
+        """Speed of drafted rounds over plain decoding that is hoped for, by what is believed and was timed of late."""
         tokens, spent = self._timed + self._weight * np.array([self._believed, 1.0])
-        return float(tokens / spent)
+        return float(HOPE * tokens / spent)
 
     def note(self, outputs: Sequence[StepOutput], seconds: float | None, plain_s: float | None) -> float:
         """Take in a dispatch, if it was timed; returns what drafts gained in it, in tokens, which take `plain_s` each.
