@@ -68,7 +68,7 @@ class AutoChoice(Choice):
 
 def spare_slots(slots: int, num_rows: int) -> int:
     """What all rounds of one sample leave of a cache of so many slots, whatever is accepted; negative if too few."""
-    most = TOGETHER * (sum(measured_rows(num_rows)) + STEPS_PER_DISPATCH + 2 * num_rows)
+    most = TOGETHER * (sum(measured_rows(num_rows)) + STEPS_PER_DISPATCH + 2 * num_rows + 4)
     most += ROUNDS_PER_DISPATCH * STEPS_PER_DISPATCH
     return slots - most - num_rows
 
