@@ -25,8 +25,8 @@ from jaxspec.results import Choice
 from jaxspec.runtime import hosts, trace
 from jaxspec.runtime.program import compile_programs
 from jaxspec.runtime.transfer import everywhere
+from jaxspec.sampling.processors import GREEDY, find_variant
 from jaxspec.sampling.request import make_request
-from jaxspec.sampling.variant import GREEDY, find_variant
 from jaxspec.structured.matcher import Matcher
 
 # Cache capacities in tokens: few, far apart, because each compiles its own programs. 2,048 hold a chat; attention cost

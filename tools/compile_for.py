@@ -328,7 +328,7 @@ def count_program(program: Any, sampled: bool = False) -> dict[str, Any]:
     """Compile a program for greedy or for sampled requests, and count."""
     from jaxspec.config import SamplingParams
     from jaxspec.runtime.program import choose_options
-    from jaxspec.sampling.variant import GREEDY, find_variant
+    from jaxspec.sampling.processors import GREEDY, find_variant
 
     start, variant = time.monotonic(), GREEDY
     if sampled:

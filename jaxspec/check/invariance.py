@@ -18,7 +18,7 @@ from jaxspec.models.transformer import vocab_logits
 from jaxspec.offload.executor import TargetPass, make_sequence
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import compile_programs
-from jaxspec.sampling.variant import GREEDY
+from jaxspec.sampling.processors import GREEDY
 
 # Equal bits of fewer tokens say nothing: too few of them share a pass.
 FEW_TOKENS = 4

@@ -25,9 +25,8 @@ from jaxspec.offload.executor import TargetPass, make_sequence
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import compile_programs
 from jaxspec.sampling.noise import gumbel_rows
-from jaxspec.sampling.processors import History, clean, history_shapes, penalise, process
+from jaxspec.sampling.processors import GREEDY, History, clean, history_shapes, penalise, process
 from jaxspec.sampling.request import make_request, request_shapes
-from jaxspec.sampling.variant import GREEDY
 
 # Rounding, in units in the last place of the largest logit. Measured on a 30-layer model with logits up to 33: logits
 # of one row and of many differ by up to 10 units in float32, by 0.7 in bfloat16; a gap between two by twice that.

@@ -30,9 +30,8 @@ from jaxspec.models.vocab import VocabShard
 from jaxspec.pytree import pytree
 from jaxspec.sampling.choose import choose, rank_tokens
 from jaxspec.sampling.noise import gumbel_rows, role_key, uniform_at
-from jaxspec.sampling.processors import Histories, History, Processors, extend_history, process, update_history
+from jaxspec.sampling.processors import Histories, History, Processors, decide, extend_history, process, update_history
 from jaxspec.sampling.request import Request
-from jaxspec.sampling.variant import decide
 from jaxspec.tree.tree import Batch, ancestor_matrix
 
 # Streams of the seed; 0 is the noise that chooses tokens.

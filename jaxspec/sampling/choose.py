@@ -12,8 +12,7 @@ from jax import Array, lax, named_scope
 
 from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.noise import gumbel_rows
-from jaxspec.sampling.processors import Histories, Processors, clean, penalise, score, tidy
-from jaxspec.sampling.variant import decide
+from jaxspec.sampling.processors import Histories, Processors, clean, decide, penalise, score, tidy
 
 Key = Array | np.ndarray
 

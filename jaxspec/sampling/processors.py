@@ -6,10 +6,16 @@ Every knob is a traced value, so that one compiled program serves all sampling p
 vocabulary is never gathered: the cuts of top-k and top-p are found by exact bisection over the bits of the scores.
 Counts and masses are integers, so a cut depends neither on the order of summation nor on how the vocabulary is split.
 
+On a CPU one program serves every request: a branch on the device's data costs nothing there. The host of an accelerator
+waits for each such branch. So it picks a program that was compiled for the kind of request, its variant, in which every
+branch of `decide` is taken already.
+
 Letters: T rows, V_local columns of this device.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +30,8 @@ from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.vocab import VocabShard, sum_rows
 from jaxspec.pytree import pytree, static
 from jaxspec.runtime.placement import Placement
-from jaxspec.sampling.variant import Variant, decide
+
+Result = TypeVar("Result")
 
 _LARGEST = float(np.finfo(np.float32).max)
 _SMALLEST = float(np.finfo(np.float32).tiny)
@@ -32,6 +39,57 @@ _SMALLEST = float(np.finfo(np.float32).tiny)
 # token, and no word overflows below 2**19 tokens.
 _MASS_BITS = (12, 13, 13)
 _MOST_TOKENS = 2**19
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """The sampling steps that a request needs; static, so that it keys compiled programs.
+
+    Attributes:
+      draws: whether tokens are drawn: a temperature above 0.
+      penalised: whether there are penalties, biases, or tokens that are impossible before `min_tokens`.
+      top_k: whether there is a cut by top-k.
+      top_p: whether there is a cut by top-p.
+      logprob: whether the log-probability of each token is wanted.
+      ranked: whether the most probable tokens at each place are wanted.
+    """
+
+    draws: bool = False
+    penalised: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    logprob: bool = False
+    ranked: bool = False
+
+
+GREEDY = Variant()
+
+
+def find_variant(sampling: SamplingParams) -> Variant:
+    """The variant of checked sampling parameters."""
+    penalties = sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
+    return Variant(
+        draws=sampling.temperature > 0,
+        penalised=bool(penalties or sampling.logit_bias or (sampling.stop_token_ids and sampling.min_tokens)),
+        top_k=sampling.top_k > 0,
+        top_p=sampling.top_p < 1,
+        logprob=sampling.wants_logprobs,
+        ranked=sampling.num_logprobs > 0,
+    )
+
+
+def decide(known: bool | None, traced: ArrayLike, yes: Callable[[], Result], no: Callable[[], Result]) -> Result:
+    """One of two results, which the program computes alone where the variant is `known`, else by a branch on `traced`.
+
+    Args:
+      known: of the request's variant; None where the program serves every request.
+      traced: bool [], the same as data.
+      yes, no: make the results.
+    """
+    if known is not None:
+        return yes() if known else no()
+    branch: Array = lax.cond(traced, yes, no)
+    return branch  # pyright: ignore[reportReturnType]
 
 
 @pytree

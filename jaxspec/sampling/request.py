@@ -12,8 +12,7 @@ from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.noise import seed_key
-from jaxspec.sampling.processors import Processors, from_sampling, processor_specs
-from jaxspec.sampling.variant import Variant
+from jaxspec.sampling.processors import Processors, Variant, from_sampling, processor_specs
 
 
 @pytree

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.tree.select import Candidates
+from jaxspec.tree.tree import Candidates
 
 # (prefixes as ranks of their tokens, int32 [n, d]; log-probabilities of the tokens below each, float32 [n, k]) -> those
 # that prefixes are ranked by, at most 0, and what is to be kept of each token, a tree of arrays [n, k]

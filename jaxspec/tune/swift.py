@@ -22,7 +22,7 @@ from jaxspec.models.layer_set import LayerSet, uniform_layers
 from jaxspec.models.params import Params
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import compile_programs
-from jaxspec.sampling.variant import GREEDY
+from jaxspec.sampling.processors import GREEDY
 from jaxspec.tune.run import Candidate, Progress, Trial
 
 CONTEXTS = 4  # windows on which each candidate is scored

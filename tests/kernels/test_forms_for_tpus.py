@@ -20,7 +20,7 @@ from jaxspec.models.quantization import Storage, number_tables
 from jaxspec.runtime import placement
 from jaxspec.runtime.mesh import MeshPlan
 from jaxspec.runtime.placement import Placement
-from jaxspec.sampling.variant import GREEDY
+from jaxspec.sampling.processors import GREEDY
 from pallas_kernels.linear import api as products
 from pallas_kernels.linear import mosaic_tpu as packed_products
 from pallas_kernels.move_rows import api as commit

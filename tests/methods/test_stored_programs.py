@@ -5,7 +5,7 @@ from method_cases import BASIC, case_id, models_of
 
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.runtime.store import folder, program_files
-from jaxspec.sampling.variant import GREEDY
+from jaxspec.sampling.processors import GREEDY
 
 
 @pytest.fixture(autouse=True)

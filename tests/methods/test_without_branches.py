@@ -34,7 +34,7 @@ from jaxspec.methods.core import verify
 from jaxspec.methods.core.round import ModelParams, Models
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.sampling import accept
-from jaxspec.sampling.variant import GREEDY, Variant, find_variant
+from jaxspec.sampling.processors import GREEDY, Variant, find_variant
 from pallas_kernels.registry import Kernels
 
 COUNT, BF16 = 24, jnp.bfloat16

@@ -19,7 +19,7 @@ from jaxspec.runtime import program
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program, compile_programs
 from jaxspec.runtime.store import fingerprint, folder, limit, program_files
-from jaxspec.sampling.variant import GREEDY
+from jaxspec.sampling.processors import GREEDY
 
 PLACEMENT = place(FAMILIES["llama"])
 

@@ -26,8 +26,7 @@ from test_select import assert_batch
 
 from jaxspec.models.kv_cache import KVCache, commit_rows, permute_window
 from jaxspec.tree.reroot import follow, pending_tokens, reroot
-from jaxspec.tree.select import select_batch
-from jaxspec.tree.tree import init_tree
+from jaxspec.tree.tree import init_tree, select_batch
 
 ROWS, BRANCH, WIDTH, STEPS = 28, 4, 3, 5
 PATH = STEPS + 2  # the deepest leaf, and a bonus token

@@ -13,8 +13,7 @@ from plain_trees import (
     step_drafts,
 )
 
-from jaxspec.tree.select import Candidates, pack_best, select_batch
-from jaxspec.tree.tree import Batch, ancestor_matrix
+from jaxspec.tree.tree import Batch, Candidates, ancestor_matrix, pack_best, select_batch
 
 SIZES = (1, 2, 3, 5, 8, 16, 64, 149, 170)  # 148 proposals fill a tree
 MASKED = 6  # sizes whose window masks are looked at

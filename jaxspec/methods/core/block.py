@@ -43,8 +43,8 @@ from jaxspec.models.transformer import vocab_logits
 from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History, clean
-from jaxspec.tree.select import pack_best, root_alone
 from jaxspec.tree.table import best_prefixes, pick_distinct
+from jaxspec.tree.tree import pack_best, root_alone
 
 
 class Block(NamedTuple):

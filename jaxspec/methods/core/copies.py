@@ -11,8 +11,7 @@ from jax import Array
 from jaxspec.methods.core.cost_model import CONTRADICTED, COPIES, AcceptanceStats, copy_kind
 from jaxspec.pytree import pytree
 from jaxspec.sampling.accept import Verified
-from jaxspec.tree.select import Candidates
-from jaxspec.tree.tree import Tree
+from jaxspec.tree.tree import Candidates, Tree
 
 # Multipliers of path hashes, odd: one for tokens, one for each level of depth.
 _TOKEN_FACTOR, _DEPTH_FACTOR = 2654435761, 1640531527

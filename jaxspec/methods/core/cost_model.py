@@ -27,7 +27,7 @@ from jaxspec.models.params import MLP_PARAMS, ROUTED_PARAMS, Params
 from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.transfer import place_like
-from jaxspec.tree.select import Candidates
+from jaxspec.tree.tree import Candidates
 from pallas_kernels.active_rows import computed_rows
 from pallas_kernels.linear.blocks import FORMATS
 

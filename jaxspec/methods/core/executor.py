@@ -19,8 +19,8 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.runtime.transfer import place_like
 from jaxspec.sampling.accept import Verified
+from jaxspec.sampling.processors import find_variant
 from jaxspec.sampling.request import Request, make_request, request_shapes
-from jaxspec.sampling.variant import find_variant
 
 # What `verify` and `decode` return.
 Checked = tuple[SequenceState, Any, Round]

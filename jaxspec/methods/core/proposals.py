@@ -13,9 +13,8 @@ from jaxspec.models.vocab import VocabShard
 from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.choose import choose, rank_draws
-from jaxspec.sampling.processors import Histories, History, clean, log_mass, penalise, shift, update_history
+from jaxspec.sampling.processors import Histories, History, clean, decide, log_mass, penalise, shift, update_history
 from jaxspec.sampling.request import Request
-from jaxspec.sampling.variant import decide
 
 
 @pytree

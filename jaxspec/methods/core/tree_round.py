@@ -58,9 +58,8 @@ from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History
 from jaxspec.tree.grow import is_complete, leaf_scores
 from jaxspec.tree.reroot import follow
-from jaxspec.tree.select import Candidates, pack_best, proposals, root_alone, select_batch
 from jaxspec.tree.table import num_prefixes
-from jaxspec.tree.tree import Tree, init_tree
+from jaxspec.tree.tree import Candidates, Tree, init_tree, pack_best, proposals, root_alone, select_batch
 
 # Verified tokens that a draft which was left alone takes in one pass when it is asked again.
 SYNC_ROWS = 16

@@ -40,8 +40,7 @@ from jaxspec.runtime.transfer import place
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.choose import choose_ranked
 from jaxspec.sampling.request import Request, request_shapes
-from jaxspec.tree.select import Candidates, pack_best, root_alone
-from jaxspec.tree.tree import Batch
+from jaxspec.tree.tree import Batch, Candidates, pack_best, root_alone
 
 # Confidence from which on a step has the first, second and third number of siblings (paper, section 4.3).
 LEVELS = (0.95, 0.8, 0.5)

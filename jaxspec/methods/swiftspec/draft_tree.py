@@ -29,8 +29,7 @@ from jaxspec.sampling.processors import update_history
 from jaxspec.sampling.request import request_shapes
 from jaxspec.tree.grow import add_rows, leaf_scores, pick_leaves, picked_mask, plant, renew_root
 from jaxspec.tree.reroot import Rerooted, reroot
-from jaxspec.tree.select import pack_best, proposals
-from jaxspec.tree.tree import Tree, init_tree
+from jaxspec.tree.tree import Tree, init_tree, pack_best, proposals
 
 # Passes of the program that times one: several, so that its dispatch counts little.
 PROBE_PASSES = 4
