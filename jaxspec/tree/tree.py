@@ -1,4 +1,4 @@
-"""Tree: evaluated draft nodes and their proposals, in fixed arrays; and the batch that is selected of it.
+"""Tree: evaluated draft nodes and their proposals, in fixed arrays; and the batch selected from it.
 
 Letters: M rows (evaluated nodes), k proposals per row, bs rows of a verification batch, P longest path + 1.
 

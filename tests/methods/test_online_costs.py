@@ -120,12 +120,11 @@ def dispatch(tokens, passes, drafted=None):
 
 def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
     worth = Worth(1.2)
-    assert worth.taking(4.0) == 8.0  # 24 tokens are fewer than a text has
-    assert worth.taking(0.5) == LEAST_WAIT
+    assert worth.taking(4.0) == LEAST_WAIT  # 24 tokens are fewer than a text has
     worth.believe(0.9)
     assert worth.taking(4.0) == 200.0
     worth.believe(1.0)  # texts differ
-    assert worth.taking(4.0) == 8.0
+    assert worth.taking(4.0) == LEAST_WAIT
     for _ in range(240):
         assert worth.note(dispatch(4, 0), 4.0, 1.0) == 0.0
         assert worth.note(dispatch(2, 1), 2.4, 1.0) == pytest.approx(-0.4, abs=0.01)
@@ -133,14 +132,14 @@ def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
     # It seems to be tried once in a while, and is not after it was.
     assert worth.taking(4.0) == 200.0
     # At once where the answer may have so many tokens: later, more than that would be lacking.
-    assert worth.taking(2.0) == 4.0 and worth.taking(2.0, most=90) == 100.0
+    assert worth.taking(2.0) == LEAST_WAIT and worth.taking(2.0, most=90) == 100.0
     worth.end_text(200, False, 0.0)
-    assert worth.taking(4.0) == 8.0
+    assert worth.taking(4.0) == LEAST_WAIT
     worth.end_text(40, True, -1.0)
     assert worth.taking(4.0) == 400.0
     for _ in range(200):
         assert worth.note(dispatch(2, 1), 1.0, 1.0) == pytest.approx(1.0, abs=0.01)
-    assert worth.taking(4.0) == 8.0
+    assert worth.taking(4.0) == LEAST_WAIT
     # Answers of a few tokens end before a draft has paid for a long prompt.
     for _ in range(40):
         worth.end_text(6, False, 0.0)

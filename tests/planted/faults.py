@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxspec.methods.core import round
 from jaxspec.models import kv_cache, layer, rope, transformer
 from jaxspec.sampling import accept, noise
-from jaxspec.tree import reroot, select, tree
+from jaxspec.tree import reroot, tree
 
 
 class Fault(NamedTuple):
@@ -199,7 +199,7 @@ FAULTS = {
     ),
     "child without its parent": Fault(
         "a batch is not closed under parents",
-        select, "pack_best", parents_may_be_missing,
+        tree, "pack_best", parents_may_be_missing,
         "tests/tree/test_select.py::test_batches_are_the_best_proposals",
     ),
     "counted after the stop": Fault(

@@ -30,8 +30,6 @@ USUAL_ROUNDS, HOPE, FIRST_WAIT, LONGEST_WAIT = 96, 1.05, 50.0, 800.0
 FIRST_LENGTH, USUAL_TEXTS = 128.0, 8
 # Tokens of a text after which a draft takes its prompt at the earliest: till then copies may have begun to bring all.
 LEAST_WAIT = 4.0
-# The same, over what the draft's taking it costs: a long prompt is not read for an answer that copies bring.
-LEAST_TIMES = 2.0
 
 
 def time_turns(turn: Callable[[], dict[Any, float]], samples: int) -> list[dict[Any, float]]:
@@ -210,7 +208,7 @@ class Worth:
         pays = cost / (1 - 1 / self.gain) if self.gain > 1 else math.inf
         needed = min(pays, self._wait * cost - self._rested)
         # Of a text that is longer than usual, as many tokens may come as came already.
-        return max(LEAST_WAIT, LEAST_TIMES * cost, 0.0 if needed <= min(self._length, most) else needed)
+        return max(LEAST_WAIT, 0.0 if needed <= min(self._length, most) else needed)
 
     def end_text(self, decoded: int, taken: bool, gained: float) -> None:
         """A text of so many tokens has ended; was its prompt `taken`, and what did its drafts gain?"""
