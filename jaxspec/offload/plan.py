@@ -13,7 +13,7 @@ from jaxspec.checkpoint.load import Weights
 from jaxspec.config import EngineConfig, Offload
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import Method, Store
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, Models
+from jaxspec.methods.core.round import Models, steps_per_dispatch
 from jaxspec.methods.core.runner import Runner
 from jaxspec.models.experts import distinct_experts
 from jaxspec.offload.executor import stream_layers
@@ -281,7 +281,7 @@ def check_room(plan: OffloadPlan, limit: int, method: Method, runner: Runner, mo
 
 def method_needs(method: Method, runner: Runner, models: Models, tokens: int) -> Needs:
     """Bytes by device that answers of up to `tokens` tokens take with a bound method."""
-    path = max(method.max_path, STEPS_PER_DISPATCH)
+    path = max(method.max_path, steps_per_dispatch(models.target))
     return answer_needs(runner, models, tokens, rows=method.num_rows, path=path, draft_rows=method.draft_rows)
 
 

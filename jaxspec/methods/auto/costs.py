@@ -18,7 +18,7 @@ from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.methods.auto.online import CostFilter, differ
 from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
 from jaxspec.methods.core.cost_model import LAWS, PRIOR_MEAN, CostModel
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
+from jaxspec.methods.core.round import ModelParams, StepOutput, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.sequence import CHUNKS, SequenceState
 from jaxspec.methods.core.timing import Worth
@@ -66,10 +66,13 @@ class AutoChoice(Choice):
     gain: float | None = None
 
 
-def spare_slots(slots: int, num_rows: int) -> int:
-    """What all rounds of one sample leave of a cache of so many slots, whatever is accepted; negative if too few."""
-    most = TOGETHER * (sum(measured_rows(num_rows)) + STEPS_PER_DISPATCH + 2 * num_rows + 4)
-    most += ROUNDS_PER_DISPATCH * STEPS_PER_DISPATCH
+def spare_slots(slots: int, num_rows: int, steps: int) -> int:
+    """What all rounds of one sample leave of a cache of so many slots, whatever is accepted; negative if too few.
+
+    `steps` are the tokens of a dispatch of plain decoding.
+    """
+    most = TOGETHER * (sum(measured_rows(num_rows)) + steps + 2 * num_rows + 4)
+    most += ROUNDS_PER_DISPATCH * steps
     return slots - most - num_rows
 
 
@@ -91,7 +94,7 @@ def measure_rounds(
     lengths = sorted({1, length}) if length else []
     first = [*verifications[:1], *((rounds.draft, one, 1 + expected.round + one * expected.draft) for one in lengths)]
     first += verifications[1:2]
-    rest: list[tuple[Any, int, float]] = [(rounds.plain, STEPS_PER_DISPATCH, STEPS_PER_DISPATCH)]
+    rest: list[tuple[Any, int, float]] = [(rounds.plain, runner.steps, runner.steps)]
     if runner.shared_rounds is not None:
         most = ROUNDS_PER_DISPATCH
         rest.append((rounds.shared, most, most * (1 + expected.round + length * expected.draft) / together))
@@ -149,7 +152,7 @@ class _Rounds:
         """Begin the text in the buffers of `state`; what the cache holds does not matter to the times."""
         runner = self._runner
         self.state = state = runner.start(int(self._text[0]), state)
-        context = np.int32(min(CONTEXT, spare_slots(runner.slots, self._num_rows)))
+        context = np.int32(min(CONTEXT, spare_slots(runner.slots, self._num_rows, runner.steps)))
         cache = state.target.cache
         cache = dataclasses.replace(cache, length=place(context, cache.length.sharding))
         # What is known of drafts would say how long one is worth making.
@@ -243,7 +246,7 @@ class MeasuringRunner(SpeculativeRunner):
         """
         super().__init__(*arguments, num_rows=num_rows, **settings)
         self._num_rows, self._length, self._weigh = num_rows, length, weigh
-        self._profile = profile if spare_slots(self.slots, num_rows) >= 0 else None
+        self._profile = profile if spare_slots(self.slots, num_rows, self.steps) >= 0 else None
         self.times = times
         self.drafter.learned = None if profile is None else load_learned(profile)
         self._tokens, self._keep_at = 0, WORTH_KEEPING

@@ -26,7 +26,7 @@ from jaxspec.methods.core.cost_model import (
 )
 from jaxspec.methods.core.drafter import Drafter, block_rows, num_places
 from jaxspec.methods.core.proposals import tree_proposals
-from jaxspec.methods.core.round import Models
+from jaxspec.methods.core.round import Models, steps_per_dispatch
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_range
@@ -135,7 +135,8 @@ class Auto(Method):
             cost = relative_draft_cost(target, draft)
         passes = pass_costs(target, self.num_rows, figures.get("pass_cost", ()))
         one_pass = draft is not None and num_places(draft) > 0
-        return CostModel(passes, cost, figures.get("round_cost", ROUND_COST), overhead, one_pass, source)
+        round_cost, steps = figures.get("round_cost", ROUND_COST), steps_per_dispatch(target)
+        return CostModel(passes, cost, round_cost, overhead, one_pass, source, steps)
 
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         length, (target, draft) = self.length, models

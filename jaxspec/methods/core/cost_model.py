@@ -101,6 +101,7 @@ class CostModel:
     one_pass: bool = False  # whether a draft pass proposes all tokens of a round; it has more rows then
     # The origin of the figures: "built in", "measured", "given", or two of them.
     source: str = "built in"
+    steps: int = STEPS_PER_DISPATCH  # tokens that plain decoding computes in one dispatch
 
     @property
     def rounds(self) -> np.ndarray:
@@ -109,7 +110,7 @@ class CostModel:
         Rounds without a draft decode several tokens per dispatch, which share the round's other costs.
         """
         rounds = self.passes + self.round
-        rounds[0] = self.passes[0] + self.round / STEPS_PER_DISPATCH
+        rounds[0] = self.passes[0] + self.round / self.steps
         return rounds
 
     @property

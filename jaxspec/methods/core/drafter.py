@@ -56,7 +56,7 @@ class Drafter(abc.ABC):
     shapes: Draft  # of what `draft` gives
     state: Any  # shapes of what `start` gives
     programs: Sequence[Program]  # everything that it may call
-    idle_steps: int = 0  # tokens that a round may decode where it proposed none; 0 verifies the root as a batch
+    idles: bool = False  # whether a round decodes several tokens where it proposed none; else the root is a batch
     slots: int = 0  # of the draft's cache; 0 without a model
     defers: bool = False  # whether its model takes a prompt with `fill`, which may come after the first token
     rests: bool = False  # whether rounds may come before that, see `rest`
@@ -76,13 +76,13 @@ class Drafter(abc.ABC):
 
     def resume(
         self, params: ModelParams, state: Any, tokens: np.ndarray, common: int, states: PromptStates | None = None,
-        same_text: bool = False,
+        same_text: bool = False, taken: Verified | None = None,
     ) -> tuple[Any, int]:  # fmt: skip
         """See `Runner.resume`; the default, of a drafter without a model, begins anew.
 
         `states` are the target's, for a feature draft. `same_text`: no round has run on `state`, whose prompt goes on;
-        what was learned keeps its weight. The second result counts the tokens that `fill` need not take, where the
-        drafter `defers`; nothing is waited for.
+        what was learned keeps its weight. A drafter that `drops` takes in `taken` at once, as by `skip`. The second
+        result counts the tokens that `fill` need not take, where the drafter `defers`; nothing is waited for.
         """
         return state if same_text else self.start(int(tokens[-1]), state), 0
 
@@ -161,7 +161,7 @@ class ModelDrafter(Drafter):
 
     def resume(
         self, params: ModelParams, state: Any, tokens: np.ndarray, common: int, states: PromptStates | None = None,
-        same_text: bool = False,
+        same_text: bool = False, taken: Verified | None = None,
     ) -> tuple[Any, int]:  # fmt: skip
         assert params.draft is not None
         return self._begin(self._sequence.resume(params.draft, state.sequence, tokens, common, states)[0]), 0

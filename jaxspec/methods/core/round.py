@@ -19,8 +19,9 @@ from jaxspec.results import TopTokens
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Verified, num_ranked
 
-# Tokens that plain decoding computes in one dispatch: they share what a round costs apart from its passes.
-STEPS_PER_DISPATCH = 4
+# Tokens that plain decoding computes in one dispatch, and those of a small target on a CPU: they share what a round
+# costs apart from its passes, and arrive together. The bytes of the largest target that is small.
+STEPS_PER_DISPATCH, STEPS_OF_SMALL, MOST_BYTES = 4, 8, 256 << 20
 # Integers before the tokens in `Round.packed`.
 ROUND_HEADER = 4
 # Added to the draft passes of a round whose search was cut short, see `StepOutput.truncated`.
@@ -39,6 +40,17 @@ class ModelParams(NamedTuple):
 
     target: Params
     draft: Params | None = None
+
+
+def is_small(target: Placement) -> bool:
+    """Whether the host's work for a dispatch is much beside a pass of a target; on CPUs, with few weights."""
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target.params()))
+    return target.plan.kernels.loops_are_free and nbytes <= MOST_BYTES
+
+
+def steps_per_dispatch(target: Placement) -> int:
+    """Tokens that plain decoding computes in one dispatch."""
+    return STEPS_OF_SMALL if is_small(target) else STEPS_PER_DISPATCH
 
 
 class DraftCounts(NamedTuple):
@@ -88,7 +100,7 @@ def verified_shapes(target: Placement, max_path: int, layers: Sequence[int] = ()
 
     `layers` are the hidden states that a draft takes of the target.
     """
-    max_path = max(max_path, STEPS_PER_DISPATCH)
+    max_path = max(max_path, steps_per_dispatch(target))
     row = target.array((max_path,), jnp.int32)
     states = target.array((max_path, target.cfg.states_dim(layers)), jnp.float32) if layers else None
     return Verified(row, target.array((), jnp.int32), row, target.array((max_path,), jnp.float32), states=states)

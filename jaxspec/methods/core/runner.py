@@ -21,17 +21,18 @@ from jaxspec.methods.core.constrained import ConstrainedPasses, ConstrainedSteps
 from jaxspec.methods.core.drafter import Drafter, Pending, Propose
 from jaxspec.methods.core.executor import TargetExecutor, make_executor
 from jaxspec.methods.core.round import (
-    STEPS_PER_DISPATCH,
     ModelParams,
     Round,
     StepOutput,
     first_verified,
+    is_small,
     round_shapes,
+    steps_per_dispatch,
     verified_shapes,
 )
 from jaxspec.methods.core.sequence import IDLE_ROUNDS, PromptStates, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.timing import RoundTimer
-from jaxspec.methods.core.verify import Draft, Rule, chain_draft
+from jaxspec.methods.core.verify import Draft, Rule, chain_draft, has_ended
 from jaxspec.pytree import pytree, static
 from jaxspec.results import Choice
 from jaxspec.runtime import trace
@@ -44,9 +45,9 @@ from jaxspec.sampling.request import Request, request_shapes
 if TYPE_CHECKING:
     from jaxspec.structured.matcher import Matcher
 
-# Most rounds of one dispatch; most rows of a batch and bytes of the target: passes over more of them take so long that
-# a dispatch is little beside them, and tokens should not wait for each other.
-ROUNDS_PER_DISPATCH, MOST_ROWS, MOST_BYTES = 4, 32, 256 << 20
+# Most rounds of one dispatch, and most rows of a batch: a dispatch is little beside passes of more rows, and tokens
+# should not wait for each other.
+ROUNDS_PER_DISPATCH, MOST_ROWS = 8, 32
 
 
 class Runner(abc.ABC):
@@ -153,9 +154,8 @@ class HostState:
     pending: Pending | None = None  # what the draft has still to take
     begun: bool = False  # whether a round was dispatched
     law: int = 0  # 1 where the answer is sampled, once that is known
-    # What the first token does not wait for: how the draft begins the text, and what it takes in after that.
-    begin: Callable[[Any], Any] | None = None
-    skipped: Verified | None = None
+    # How the draft begins the text, once the first token is under way: with its state, and what it takes in at once.
+    begin: Callable[[Any, Verified | None], Any] | None = None
     filled: bool = False  # whether the draft takes the prompt before the next dispatch
     # Of the next round under a constraint, already drafted: the draft has taken in what was verified, whose count is 0.
     ahead: Draft | None = None
@@ -194,15 +194,15 @@ class SpeculativeRunner(Runner):
         layers = () if draft is None or draft.cfg.features is None else draft.cfg.features.layers
         verified = verified_shapes(target, max_path, layers)
         self.slots = cache_slots(tokens, max(verified.tokens.shape[0], num_rows))
-        self.drafter, self.timer = make_drafter(verified), timer
+        self.drafter, self.timer, self.steps = make_drafter(verified), timer, steps_per_dispatch(target)
         self._is_fed = bool(layers)
         self._constrained: ConstrainedPasses | None = None
         self._law = 0  # of the latest text
         rows = self.drafter.shapes.batch.rows
         self._constraint = functools.partial(ConstrainedPasses, num_rows=rows, dynamic_rows=dynamic_rows, layers=layers)
         self.executor: TargetExecutor = make_executor(
-            target, self.slots, steps=STEPS_PER_DISPATCH if timer else 0, max_path=max_path, draft=self.drafter.shapes,
-            rule=rule, dynamic_rows=dynamic_rows, idle_steps=self.drafter.idle_steps, layers=layers,
+            target, self.slots, steps=self.steps if timer else 0, max_path=max_path, draft=self.drafter.shapes,
+            rule=rule, dynamic_rows=dynamic_rows, idle_steps=self.steps if self.drafter.idles else 0, layers=layers,
             chunk_slots=self.drafter.slots if layers else 0,
         )  # fmt: skip
         self.held = (self.executor.state, self.drafter.state, self.drafter.shapes, self.executor.verified)
@@ -232,7 +232,7 @@ class SpeculativeRunner(Runner):
         if self.timer is not None:
             self.timer.begin_text()
         if common and state.host.begin is not None:
-            state = dataclasses.replace(state, draft=state.host.begin(state.draft))
+            state = dataclasses.replace(state, draft=state.host.begin(state.draft, None))
         count, draft, host = len(tokens) - 1, state.draft, state.host
         kept, known = self._plan_kept(state, common, count)
         if self._is_fed and known and not host.begun and host.pending is not None:
@@ -242,7 +242,7 @@ class SpeculativeRunner(Runner):
         target, states = self.executor.sequence.resume(params.target, state.target, tokens, kept)
         begun, rows, same = HostState(), 0, common > 0 and not host.begun
         if self._begins_later and not known:
-            begun.begin = lambda draft: self.drafter.resume(params, draft, tokens, 0, None, same)[0]
+            begun.begin = lambda draft, taken: self.drafter.resume(params, draft, tokens, 0, None, same, taken)[0]
         else:
             draft, rows = self.drafter.resume(params, draft, tokens, known, states, same)
         verified = _with_states(first_verified(self.executor.verified, int(tokens[-1])), states)
@@ -258,7 +258,7 @@ class SpeculativeRunner(Runner):
 
     @property
     def _begins_later(self) -> bool:
-        """Whether the draft begins a text after its first token; where it has no rest, it may lack no token of it."""
+        """Whether the draft begins a text beside its first token; where it has no rest, it may lack no token of it."""
         return self.timer is not None and self.drafter.drops and (self.drafter.rests or not self.drafter.defers)
 
     def worth_taking(self, law: int, tokens: int, most: float) -> float:
@@ -275,7 +275,7 @@ class SpeculativeRunner(Runner):
         """
         host, drafter, draft, resting = state.host, self.drafter, state.draft, False
         if host.begin is not None:
-            draft, host.begin = host.begin(draft), None
+            draft, host.begin = host.begin(draft, None), None
         if host.pending is not None:
             # What was decoded meanwhile, too, as far as it is kept for a draft that is fed hidden states.
             missing = len(host.pending.tokens) - host.pending.known + min(host.read, drafter.unfed_rows or host.read)
@@ -283,8 +283,6 @@ class SpeculativeRunner(Runner):
             resting = drafter.rests and (paused or own < self.worth_taking(host.law, missing, host.read + room))
             if not resting:
                 draft, host.pending = drafter.fill(params, draft, host.pending), None
-        if host.skipped is not None:
-            draft, host.skipped = drafter.skip(params, draft, host.skipped), None
         return draft, resting
 
     def num_cached(self, state: SpeculativeState, common: int, count: int) -> int:
@@ -306,7 +304,7 @@ class SpeculativeRunner(Runner):
         unread = None if host.begun else host.pending  # of an interrupted prompt, or of the piece before
         fresh = cached(state, min(common, count - 1), count)
         begins = 0 if unread is None else unread.begins
-        missing = host.begun and (host.begin is not None or drafter.num_missing(state.draft))
+        missing = host.begun and drafter.num_missing(state.draft)
         if outgrows or missing or fresh < begins or count - fresh >= self.most_taken:
             return fresh, 0
         if unread is not None:
@@ -333,6 +331,9 @@ class SpeculativeRunner(Runner):
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
         # The first token waits for no others, and not for the draft.
         host, plain_first = state.host, self.timer is not None and self.drafter.drops and not state.host.begun
+        if not host.begun and not plain_first:
+            idle: Any = np.int32(IDLE_ROUNDS - 1)
+            state = dataclasses.replace(state, target=dataclasses.replace(state.target, idle=idle))
         self._begin_rounds(host, request)
         unread = host.pending
         unsettled = loading or plain_first
@@ -342,8 +343,8 @@ class SpeculativeRunner(Runner):
         # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
         if unsettled or (paused and not (shared is not None and self.drafter.rests)):
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
-            if plain_first and self._begins_later:
-                host.skipped = state.verified
+            if host.begin is not None:
+                draft, host.begin = host.begin(draft, state.verified), None
             else:
                 if plain_first:
                     draft, resting = self._take_prompt(params, state, room)
@@ -445,22 +446,20 @@ def share_dispatches(target: Placement, draft: Placement | None, num_rows: int) 
     Not on GPUs, on which each operation of a loop that ends where the text does is a launch; nor on several devices.
     """
     alone = len(target.plan.devices) == 1 and (draft is None or draft.plan.mesh == target.plan.mesh)
-    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target.params()))
-    small = num_rows <= MOST_ROWS and nbytes <= MOST_BYTES
-    return target.plan.kernels.loops_are_free and alone and small
+    return alone and num_rows <= MOST_ROWS and is_small(target)
 
 
 def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, state: Any, operands: Any) -> Program:
     """The program of up to `ROUNDS_PER_DISPATCH` rounds, until they brought as many tokens as a plain dispatch.
 
-    More would wait for each other, and be computed for nothing after the text's end.
+    More would wait for each other. After the text's end, none follows.
 
     `params` and `state` are shapes of what `propose` takes, `operands` arrays. The program takes parameters of target
     and draft, state of both, what was verified, the request, the operands and the number of rounds. It returns both
     states, what was verified, and a `Round` whose arrays have the rounds in front; those that did not run have no
     tokens.
     """
-    target, check = executor.placement, executor.check
+    target, check, steps = executor.placement, executor.check, steps_per_dispatch(executor.placement)
     assert check is not None
     one = round_shapes(target, executor.verified.tokens.shape[0])
     several = jax.tree.map(lambda leaf: target.array((ROUNDS_PER_DISPATCH, *leaf.shape), leaf.dtype), one)
@@ -468,9 +467,10 @@ def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, stat
     def rounds(params, draft_params, target_state, draft_state, verified, request, operands, count):
         def goes_on(done: tuple) -> Array:
             number, state, *_ = done
-            few = state.generated - target_state.generated < STEPS_PER_DISPATCH
+            few = state.generated - target_state.generated < steps
+            goes_on = few & (state.generated < request.max_tokens) & ~has_ended(state, request, target.vocab)
             # The first one runs in any case: it may have been launched ahead.
-            return (number < count) & ((number == 0) | (few & (state.generated < request.max_tokens)))
+            return (number < count) & ((number == 0) | goes_on)
 
         def run(done: tuple) -> tuple:
             number, target_state, draft_state, verified, found = done

@@ -16,7 +16,7 @@ from jaxspec.methods.core.copies import EARLIER_TOKENS, Text
 from jaxspec.methods.core.cost_model import CostModel, init_acceptance
 from jaxspec.methods.core.drafter import Drafter, Pending, Unfed, feed
 from jaxspec.methods.core.proposals import DraftModel, Propose
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
+from jaxspec.methods.core.round import ModelParams
 from jaxspec.methods.core.sequence import ABSENT, ModelSequence, PromptStates, SequenceState
 from jaxspec.methods.core.tree_round import (
     FIRST_PATIENCE,
@@ -43,7 +43,7 @@ UNFED_TOKENS, UNFED_ROUNDS = 64, 4
 class TreeDrafter(Drafter):
     """Grows a fresh tree in every round; deterministic, so that `match` keeps the output equal to plain decoding."""
 
-    idle_steps = STEPS_PER_DISPATCH
+    idles = True
 
     def __init__(
         self, placement: Placement, slots: int, settings: TreeSettings, verified: Verified, *,
@@ -79,12 +79,13 @@ class TreeDrafter(Drafter):
             unfed = Unfed(states, placement.array((), jnp.int32))
         if has_model and not settings.places and unfed is None:
             tree = placement.replicated(jax.eval_shape(lambda: init_tree(settings.tree_rows, settings.branch)))
+        takes = self.drops and (unfed is not None or not self._is_fed)
         # An assistant takes a prompt by copying its keys.
         features = placement.cfg.features if has_model else None
         self.rests = has_model and settings.weighs and not settings.places
         self.rests &= features is None or features.kind != "assistant"
         if not settings.weighs:
-            self.idle_steps = STEPS_PER_DISPATCH if settings.copies else 0
+            self.idles = settings.copies is not None
 
         def begin(sequence, stats):
             text = Text(jnp.zeros(capacity, jnp.int32), jnp.int32(0), jnp.int32(0))
@@ -97,10 +98,21 @@ class TreeDrafter(Drafter):
         def create(sequence):
             return begin(sequence, init_acceptance() if settings.learns else None)
 
-        def restart(state):
+        def restart(state, text, verified):
             begun = begin(state.sequence, None if state.stats is None else state.stats.next_text())
             left = None if state.unfed is None else dataclasses.replace(state.unfed, count=jnp.int32(0))
-            return dataclasses.replace(begun, idle=state.idle, patience=state.patience, unfed=left)
+            begun = dataclasses.replace(begun, text=text, idle=state.idle, patience=state.patience, unfed=left)
+            if not takes:  # its model would run
+                return begun
+            return leave(take_in((), placement if has_model else None, begun, verified)[0], verified)
+
+        def leave(state, verified):
+            return dataclasses.replace(
+                state,
+                idle=state.idle + verified.count,
+                tree=None if state.tree is None else dataclasses.replace(state.tree, size=jnp.int32(0)),
+                nodes=blank_nodes(settings, has_model) if settings.learns else None,
+            )
 
         def draft(params, state, verified, history, request, costs=None):
             if state.stats is not None:
@@ -118,12 +130,7 @@ class TreeDrafter(Drafter):
                     params, placement.cfg, state.text, state.sequence, state.unfed, verified, flush
                 )
                 state = dataclasses.replace(state, sequence=sequence, unfed=left)
-            return dataclasses.replace(
-                state,
-                idle=state.idle + verified.count,
-                tree=None if state.tree is None else dataclasses.replace(state.tree, size=jnp.int32(0)),
-                nodes=blank_nodes(settings, has_model) if settings.learns else None,
-            )
+            return leave(state, verified)
 
         plan, scalar = placement.plan, placement.array((), jnp.int32)
         stats = nodes = None
@@ -133,8 +140,9 @@ class TreeDrafter(Drafter):
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
         self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar, unfed)
         self._create = Program("draft begin", create, plan, [sequence], state, donate=[0])
-        kept = [dataclasses.replace(state, text=ABSENT, tree=None, nodes=None)]
+        kept = [dataclasses.replace(state, text=ABSENT, tree=None, nodes=None), text, verified]
         self._restart = Program("draft begin again", restart, plan, kept, state, donate=[0])
+        self._nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), verified)
         params = placement.params() if has_model else ()
         shapes = [] if costs is None else [costs.shapes(placement)]
         history = history_shapes(placement) if has_model else ()
@@ -162,17 +170,20 @@ class TreeDrafter(Drafter):
         sequence = None
         if self.placement is not None:
             sequence = self._sequence.start(root, None if state is None else state.sequence)
-        return self._begin(sequence, state)
+        return self._begin(sequence, state, self._text_of(np.zeros(0, np.int32)), None)
 
     def resume(
         self, params: ModelParams, state: TreeState, tokens: np.ndarray, common: int,
-        states: PromptStates | None = None, same_text: bool = False,
+        states: PromptStates | None = None, same_text: bool = False, taken: Verified | None = None,
     ) -> tuple[TreeState, int]:  # fmt: skip
         sequence, kept = state.sequence, 0
         if sequence is not None:
             sequence, kept = self._sequence.rewind_to(sequence, tokens, common)
-        begun = dataclasses.replace(state, sequence=sequence) if same_text else self._begin(sequence, state)
-        return dataclasses.replace(begun, text=self._text_of(tokens[:-1])), kept
+        text = self._text_of(tokens[:-1])
+        if not same_text:
+            return self._begin(sequence, state, text, taken), kept
+        begun = dataclasses.replace(state, sequence=sequence, text=text)
+        return begun if taken is None else self.skip(params, begun, taken), kept
 
     def fill(self, params: ModelParams, state: TreeState, pending: Pending) -> TreeState:
         if state.sequence is None:
@@ -213,17 +224,20 @@ class TreeDrafter(Drafter):
         stats = dataclasses.replace(state.stats, latest=zeros_of(state.stats.latest))
         return dataclasses.replace(state, nodes=zeros_of(state.nodes), stats=stats)
 
-    def _begin(self, sequence: SequenceState | None, state: TreeState | None) -> TreeState:
+    def _begin(
+        self, sequence: SequenceState | None, state: TreeState | None, text: Text, taken: Verified | None
+    ) -> TreeState:
         if state is None:
-            created: TreeState = self._create(sequence)
-            if self.learned is None:
-                return created
-            assert created.stats is not None
-            kept = {f"usual_{name}": counts for name, counts in self.learned.items()}
-            state = dataclasses.replace(created, stats=dataclasses.replace(created.stats, **kept))
-            sequence = created.sequence
+            begun: TreeState = self._create(sequence)
+            sequence = begun.sequence
+            if self.learned is not None and begun.stats is not None:
+                kept = {f"usual_{name}": counts for name, counts in self.learned.items()}
+                begun = dataclasses.replace(begun, stats=dataclasses.replace(begun.stats, **kept))
+        else:
+            begun = state
         # The rest depends on the capacity, or is new.
-        return self._restart(dataclasses.replace(state, sequence=sequence, text=ABSENT, tree=None, nodes=None))
+        begun = dataclasses.replace(begun, sequence=sequence, text=ABSENT, tree=None, nodes=None)
+        return self._restart(begun, text, self._nothing if taken is None else taken)
 
     def _text_of(self, tokens: np.ndarray) -> Text:
         """The buffer with int32 `tokens` `[n]`, on the host: the first program of a text takes it."""

@@ -110,10 +110,11 @@ def decode_steps(
 ) -> tuple[SequenceState, Verified]:  # fmt: skip
     """Decode `steps` tokens without a draft, at most `max_path`; for one shard. For `layers` and `states` see `verify`.
 
-    `masks`, uint32 [>= steps, words], say which tokens each step may take (`allow`); None allows all of them.
+    `masks`, uint32 [>= steps, words], say which tokens each step may take (`allow`); None allows all of them. Where
+    `steps` is data and all tokens are allowed, none follows one that ends the text; of the root, one does.
     """
 
-    before = state.history
+    before, ends = state.history, masks is None and not isinstance(steps, int)
 
     def step(index: Array, done: tuple[SequenceState, Verified]) -> tuple[SequenceState, Verified]:
         state, verified = done
@@ -136,11 +137,31 @@ def decode_steps(
     if layers:
         empty = (max_path, target.cfg.states_dim(layers))
         blank = dataclasses.replace(blank, states=jnp.zeros(empty) if states is None else states)
+    start = dataclasses.replace(state, history=ABSENT), blank
     with jax.named_scope("decode"):
-        state, verified = jax.lax.fori_loop(0, steps, step, (dataclasses.replace(state, history=ABSENT), blank))
+        if not ends:
+            state, verified = jax.lax.fori_loop(0, steps, step, start)
+        else:
+            most = jnp.where(has_ended(state, request, target.vocab), jnp.minimum(steps, 1), steps)
+
+            def goes_on(done: tuple[SequenceState, Verified]) -> Array:
+                count = done[1].count
+                return (count < most) & ((count == 0) | ~has_ended(done[0], request, target.vocab))
+
+            state, verified = jax.lax.while_loop(goes_on, lambda done: step(done[1].count, done), start)
     new = jnp.arange(max_path) < verified.count
     history = update_history(before, verified.tokens, new, target.vocab, generated=True)
     return dataclasses.replace(state, history=history), verified
+
+
+def has_ended(state: SequenceState, request: Request, vocab: VocabShard) -> Array:
+    """Whether the text ended with its root, bool []: nothing after it counts.
+
+    Where devices share the vocabulary none of them knows, and the host alone ends the text.
+    """
+    if vocab.num_shards > 1:
+        return jnp.bool_(False)
+    return (state.generated > 0) & jnp.asarray(request.processors.ends)[vocab.local(state.root)]
 
 
 def next_token(

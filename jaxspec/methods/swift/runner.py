@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxspec.methods.core.cost_model import CostModel, pass_costs
-from jaxspec.methods.core.round import ModelParams, Round, StepOutput
+from jaxspec.methods.core.round import ModelParams, Round, StepOutput, steps_per_dispatch
 from jaxspec.methods.core.runner import HostState, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import match
@@ -90,7 +90,8 @@ class SwiftRunner(SpeculativeRunner):
         self.search, self._fixed, self._file, self._task = search, fixed, file, task
         self.share, self._searches = share, fixed is None and share != 0 and search.has_choice
         timer.adaptive = chain.adaptive
-        window, costs = search.settings.window, CostModel(pass_costs(target, chain.num_rows))
+        costs = CostModel(pass_costs(target, chain.num_rows), steps=steps_per_dispatch(target))
+        window = search.settings.window
         layers = fixed or search.layers
         super().__init__(
             target, tokens,

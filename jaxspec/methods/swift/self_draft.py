@@ -26,7 +26,7 @@ from jaxspec.methods.core.cost_model import (
 )
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import PathHistory
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams
+from jaxspec.methods.core.round import ModelParams
 from jaxspec.methods.core.sequence import SequenceState, sequence_shapes
 from jaxspec.methods.core.verify import Draft, draft_shapes
 from jaxspec.models.kv_cache import KVCache
@@ -113,7 +113,7 @@ class SelfDrafter(Drafter):
     Its `cost` is that of a draft pass, in target passes of one row.
     """
 
-    idle_steps, skips = STEPS_PER_DISPATCH, True
+    idles = skips = True
 
     def __init__(
         self, target: Placement, slots: int, verified: Verified, chain: ChainSettings, costs: CostModel,
