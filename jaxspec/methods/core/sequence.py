@@ -29,7 +29,7 @@ CHUNKS = (64, 512)
 MOST_SMALL, MOST_SMALL_NATIVE = 6, 2
 # After so many rounds in a row to which no draft added a token, a round whose batch is the root alone decodes several
 # tokens. Before, it decodes one: a draft that appears is noticed at once. A text begins as if it had been idle.
-IDLE_ROUNDS = 4
+IDLE_ROUNDS = 2
 # What a state holds of a text that it does not keep.
 ABSENT: Any = None
 
