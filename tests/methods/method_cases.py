@@ -17,7 +17,7 @@ from jaxspec.engine import Engine
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, Models, read_rounds
+from jaxspec.methods.core.round import STEPS_OF_SMALL, ModelParams, Models, read_rounds
 from jaxspec.methods.core.runner import HostState
 from jaxspec.methods.core.sequence import CHUNKS
 from jaxspec.methods.core.timing import RoundTimer, Worth
@@ -233,7 +233,7 @@ def check_counts(case, rounds):
             assert least <= len(emitted.tokens) <= emitted.accepted + 1
         else:
             # Several tokens that one dispatch decoded without a draft.
-            assert 1 <= len(emitted.tokens) <= STEPS_PER_DISPATCH
+            assert 1 <= len(emitted.tokens) <= STEPS_OF_SMALL
         if not method.drafts:
             assert emitted.draft_passes == 0
         elif isinstance(method, Auto):
@@ -261,7 +261,7 @@ class Steps:
         if pending is None:
             return state
         # The draft takes the prompt after the first round; here at once.
-        draft = state.draft if state.host.begin is None else state.host.begin(state.draft)
+        draft = state.draft if state.host.begin is None else state.host.begin(state.draft, None)
         return dataclasses.replace(state, draft=self.runner.drafter.fill(self.params, draft, pending), host=HostState())
 
     def step(self, room=1):

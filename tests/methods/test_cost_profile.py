@@ -26,7 +26,7 @@ from jaxspec.methods.auto.profiles import (
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
 from jaxspec.methods.core.cost_model import KINDS, LAWS, PRIOR_MEAN, CostModel, fill_rows
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, read_rounds
+from jaxspec.methods.core.round import read_rounds
 from jaxspec.methods.core.timing import HOPE
 from jaxspec.runtime import hosts
 from jaxspec.runtime.store import limit, program_files
@@ -208,7 +208,7 @@ def test_a_shared_dispatch_makes_rounds_cheaper(clocked):
 
 @pytest.mark.thorough
 def test_measuring_takes_half_a_second_in_all(store, monkeypatch):
-    """A slow machine, or a large model, leaves the kinds of rounds out for which there is no time."""
+    """A slow machine, or a large model, leaves the kinds of rounds out that would take too long, about."""
     engine, profile = make_engine(store), find(store)
     clock = SlowRunner(engine.runner)
     clock.patch(monkeypatch)
@@ -216,7 +216,7 @@ def test_measuring_takes_half_a_second_in_all(store, monkeypatch):
     for slow, rows in ((0.3, [1, 2, 4, 8, 16]), (4.0, [1, 2, 4, 8]), (15.0, [1, 2]), (100.0, [1])):
         clock.slow, begun = slow, clock.seconds
         times = cost_profile.measure_rounds(engine.runner, params_of(CASE, "copy"), None, 16, 8, expected, now=clock)
-        assert clock.seconds - begun < max(0.5, 1.01 * slow * (PLAIN_S + ROW_S)), "or one pass"
+        assert clock.seconds - begun < max(0.51, 1.01 * slow * (PLAIN_S + ROW_S)), "or one pass"
         assert list(times.verify_s) == rows
         assert times.plain_s == pytest.approx(slow * (PLAIN_S if slow < 10 else PLAIN_S + ROW_S))
         figures = times.figures()
@@ -369,8 +369,8 @@ def test_where_nothing_is_measured(store, monkeypatch):
     streamed = models._replace(target=dataclasses.replace(models.target, resident_layers=1))
     assert find_costs(store.cache_folder, streamed, 16) is None
     assert find(store, CASE._replace(degree=4)) is None
-    assert spare_slots(128, 16) < 0 <= spare_slots(1024, 16) and measured_rows(3) == [1, 2, 3]
-    assert measured_rows(1024)[-1] == 64 and STEPS_PER_DISPATCH > 0
+    assert spare_slots(128, 16, 8) < 0 <= spare_slots(1024, 16, 8) and measured_rows(3) == [1, 2, 3]
+    assert measured_rows(1024)[-1] == 64
     given = CASE._replace(method=Auto(draft_cost=0.1, pass_cost=(1.0, 1.1), round_cost=0.1))
     assert not make_engine(store, given).runner.measures
     monkeypatch.setattr(hosts, "several", lambda: True)

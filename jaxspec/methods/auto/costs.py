@@ -96,7 +96,7 @@ def measure_rounds(
     first += verifications[1:2]
     rest: list[tuple[Any, int, float]] = [(rounds.plain, runner.steps, runner.steps)]
     if runner.shared_rounds is not None:
-        most = ROUNDS_PER_DISPATCH
+        most = ROUNDS_PER_DISPATCH // 2
         rest.append((rounds.shared, most, most * (1 + expected.round + length * expected.draft) / together))
     rest += [*verifications[2:], *[(rounds.draft, 0, 1 + expected.round)] * bool(length)]
     cold = {rounds.draft, rounds.plain, rounds.shared}
@@ -165,8 +165,8 @@ class _Rounds:
         return jax.tree.map(lambda leaf: place(leaf, home), chain_draft(self._text[:rows], self._num_rows))
 
     def _target(self) -> SequenceState:
-        """The target as after a draft that was right: later, a round of one row would decode several tokens."""
-        idle: Any = np.int32(0)
+        """The target as long before a round of one row decodes several tokens."""
+        idle: Any = np.int32(-ROUNDS_PER_DISPATCH)
         return dataclasses.replace(self.state.target, idle=idle)
 
     def verify(self, rows: int, count: int) -> dict[Any, float]:

@@ -96,11 +96,10 @@ def round_shapes(target: Placement, max_path: int) -> Round:
 
 
 def verified_shapes(target: Placement, max_path: int, layers: Sequence[int] = ()) -> Verified:
-    """Shapes of a `Verified` on the target's devices; it has room for a round without a draft, too.
+    """Shapes of a `Verified` on the target's devices.
 
     `layers` are the hidden states that a draft takes of the target.
     """
-    max_path = max(max_path, steps_per_dispatch(target))
     row = target.array((max_path,), jnp.int32)
     states = target.array((max_path, target.cfg.states_dim(layers)), jnp.float32) if layers else None
     return Verified(row, target.array((), jnp.int32), row, target.array((max_path,), jnp.float32), states=states)

@@ -192,6 +192,7 @@ class SpeculativeRunner(Runner):
         every round gives them.
         """
         layers = () if draft is None or draft.cfg.features is None else draft.cfg.features.layers
+        max_path = max(max_path, steps_per_dispatch(target))  # a round without a draft needs room, too
         verified = verified_shapes(target, max_path, layers)
         self.slots = cache_slots(tokens, max(verified.tokens.shape[0], num_rows))
         self.drafter, self.timer, self.steps = make_drafter(verified), timer, steps_per_dispatch(target)
