@@ -14,9 +14,9 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_900,
+    "jaxspec": 37_960,
     "jaxspec/*.py": 3_320,
-    "jaxspec/methods": 7_810,
+    "jaxspec/methods": 7_870,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_160,
     "jaxspec/offload": 2_200,
@@ -27,7 +27,7 @@ BUDGETS = {
     "pallas_kernels": 7_100,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_475,
     "tools": 8_540,
-    "tests": 38_340,
+    "tests": 38_380,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

@@ -104,7 +104,7 @@ class Processors:
     frequency: ArrayLike  # float32; 0 is off
     presence: ArrayLike  # float32; 0 is off
     bias: ArrayLike  # float32 [V_local], added to logits; -inf bans
-    ends: ArrayLike  # bool [V_local], tokens that are impossible before `first_end`
+    ends: ArrayLike  # bool [V_local], tokens that end the text; impossible before `first_end`
     first_end: ArrayLike  # int32, lowest absolute position that one of `ends` may have
     # bool; False promises that penalties, bias and `first_end` are all off, so that they are skipped.
     penalised: ArrayLike
@@ -154,8 +154,9 @@ def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int, pro
     for token in params.stop_token_ids or ():
         if token >= vocab_size:
             raise ConfigError(f"stop_token_ids names token {token}, but the vocabulary has {vocab_size} tokens")
-        ends[token] = params.min_tokens > 0
-    if (np.isneginf(bias) | ends)[:vocab_size].all() and ends.any():
+        ends[token] = True
+    delayed = params.min_tokens > 0 and ends.any()
+    if delayed and (np.isneginf(bias) | ends)[:vocab_size].all():
         raise ConfigError("logit_bias and stop_token_ids leave no token possible before min_tokens")
     if np.isneginf(bias[:vocab_size]).all():
         raise ConfigError(f"logit_bias bans all {vocab_size} tokens of the vocabulary; nothing could be generated")
@@ -171,8 +172,8 @@ def from_sampling(params: SamplingParams, vocab_size: int, padded_size: int, pro
         presence=np.float32(params.presence_penalty),
         bias=bias,
         ends=ends,
-        first_end=np.int32(prompt_tokens + params.min_tokens),
-        penalised=np.bool_(any(penalties) or bias.any() or ends.any()),
+        first_end=np.int32(prompt_tokens + params.min_tokens if delayed else 0),
+        penalised=np.bool_(any(penalties) or bias.any() or delayed),
         want_logprob=np.bool_(params.wants_logprobs),
         num_logprobs=np.int32(params.num_logprobs),
     )

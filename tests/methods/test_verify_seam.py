@@ -75,6 +75,28 @@ def plain(case, sampling, seed):
     return tokens, logprobs
 
 
+def test_decoding_stops_after_a_token_that_ends_the_text():
+    """A dispatch that was launched ahead decodes one more; a prompt may end with such a token."""
+    case = CASES[0]
+    executor, params = executor_of(case), target_params(case.family, case.degree)
+    expected, _ = plain(case, "greedy", 0)
+    end = expected[STEPS]  # the first token of a dispatch, if it did not occur before
+    first, found = expected.index(end), []
+    request = executor.place_request(SamplingParams(stop_token_ids=(end,)), 0)
+    for prompt in (PROMPT, [*PROMPT, end]):
+        state, found = begin(case, prompt), []
+        while not found or found[-1][-1] != end:
+            state, _, round_, steps = executor.decode(params, state, request, STEPS)
+            found.append(read_round(round_).tokens)
+            assert steps == STEPS and end not in found[-1][:-1]
+            assert len(found[-1]) == STEPS or found[-1][-1] == end
+            if prompt != PROMPT:
+                break
+        assert prompt != PROMPT or [token for one in found for token in one] == expected[: first + 1]
+        state, _, round_, _ = executor.decode(params, state, request, STEPS)
+        assert len(read_round(round_).tokens) == (1 if found[-1][-1] == end else STEPS)
+
+
 def random_batch(rng, rows, root, future):
     """A random tree whose rows often carry the tokens of `future`; rows that are not in use do too."""
     count = int(rng.integers(1, rows + 1)) if rng.random() < 0.7 else 1 + int(rng.random() < 0.3)

@@ -72,7 +72,7 @@ def spare_slots(slots: int, num_rows: int, steps: int) -> int:
     `steps` are the tokens of a dispatch of plain decoding.
     """
     most = TOGETHER * (sum(measured_rows(num_rows)) + steps + 2 * num_rows + 4)
-    most += ROUNDS_PER_DISPATCH * steps
+    most += steps + num_rows
     return slots - most - num_rows
 
 

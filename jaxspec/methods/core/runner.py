@@ -332,7 +332,7 @@ class SpeculativeRunner(Runner):
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
         # The first token waits for no others, and not for the draft.
         host, plain_first = state.host, self.timer is not None and self.drafter.drops and not state.host.begun
-        if not host.begun and not plain_first:
+        if not host.begun and not plain_first:  # a first round without a draft decodes one token
             idle: Any = np.int32(IDLE_ROUNDS - 1)
             state = dataclasses.replace(state, target=dataclasses.replace(state.target, idle=idle))
         self._begin_rounds(host, request)

@@ -111,7 +111,7 @@ def decode_steps(
     """Decode `steps` tokens without a draft, at most `max_path`; for one shard. For `layers` and `states` see `verify`.
 
     `masks`, uint32 [>= steps, words], say which tokens each step may take (`allow`); None allows all of them. Where
-    `steps` is data and all tokens are allowed, none follows one that ends the text; of the root, one does.
+    `steps` is data and all tokens are allowed, it stops after one that ends the text, or one token after such a root.
     """
 
     before, ends = state.history, masks is None and not isinstance(steps, int)
