@@ -208,7 +208,7 @@ def test_a_shared_dispatch_makes_rounds_cheaper(clocked):
 
 @pytest.mark.thorough
 def test_measuring_takes_half_a_second_in_all(store, monkeypatch):
-    """A slow machine, or a large model, leaves the kinds of rounds out that would take too long, about."""
+    """A slow machine, or a large model, leaves the kinds of rounds out for which there is no time."""
     engine, profile = make_engine(store), find(store)
     clock = SlowRunner(engine.runner)
     clock.patch(monkeypatch)
@@ -216,7 +216,7 @@ def test_measuring_takes_half_a_second_in_all(store, monkeypatch):
     for slow, rows in ((0.3, [1, 2, 4, 8, 16]), (4.0, [1, 2, 4, 8]), (15.0, [1, 2]), (100.0, [1])):
         clock.slow, begun = slow, clock.seconds
         times = cost_profile.measure_rounds(engine.runner, params_of(CASE, "copy"), None, 16, 8, expected, now=clock)
-        assert clock.seconds - begun < max(0.51, 1.01 * slow * (PLAIN_S + ROW_S)), "or one pass"
+        assert clock.seconds - begun < max(0.5, 1.01 * slow * (PLAIN_S + ROW_S)), "or one pass"
         assert list(times.verify_s) == rows
         assert times.plain_s == pytest.approx(slow * (PLAIN_S if slow < 10 else PLAIN_S + ROW_S))
         figures = times.figures()

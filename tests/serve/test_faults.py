@@ -95,7 +95,7 @@ def slow_down(server, seconds):
 def test_a_full_queue_and_a_slow_answer(start):
     server = start(limits=Limits(active=1, waiting=1, seconds=2.0))
     slow = json.dumps({"prompt": "w1", "stream": True, **LONG}).encode()
-    pause = 0.02
+    pause = 0.05
     slow_down(server, lambda: pause)
     with httpx.stream("POST", f"{server.url}/v1/completions", content=slow, headers=HEADERS) as first:
         lines = first.iter_lines()

@@ -18,7 +18,7 @@ from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.methods.auto.online import CostFilter, differ
 from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
 from jaxspec.methods.core.cost_model import LAWS, PRIOR_MEAN, CostModel
-from jaxspec.methods.core.round import ModelParams, StepOutput, first_verified, read_rounds
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.sequence import CHUNKS, SequenceState
 from jaxspec.methods.core.timing import Worth
@@ -94,7 +94,7 @@ def measure_rounds(
     lengths = sorted({1, length}) if length else []
     first = [*verifications[:1], *((rounds.draft, one, 1 + expected.round + one * expected.draft) for one in lengths)]
     first += verifications[1:2]
-    rest: list[tuple[Any, int, float]] = [(rounds.plain, runner.steps, runner.steps)]
+    rest: list[tuple[Any, int, float]] = [(rounds.plain, STEPS_PER_DISPATCH, STEPS_PER_DISPATCH)]
     if runner.shared_rounds is not None:
         most = ROUNDS_PER_DISPATCH // 2
         rest.append((rounds.shared, most, most * (1 + expected.round + length * expected.draft) / together))
