@@ -59,7 +59,7 @@ const float* prepare(const WeightFormat& format, ThreadPool& pool, int64_t threa
   if (!format.planes) return x;
   float* out = scratch<QuantisedTag>(rows * format.quantised_size(inputs) + kBeyond);
   // Less than this is not worth a hand-over to other threads.
-  constexpr int64_t kWorthwhile = 32 * 1024;
+  constexpr int64_t kWorthwhile = 8 * 1024;
   // Each takes some units of all rows.
   const int64_t parts = rows * inputs < kWorthwhile ? 1 : std::min(threads, inputs / kUnit);
   parallel(pool, parts, parts, [&](int64_t part) { quantise(format, x, rows, inputs, part, parts, out); });

@@ -10,11 +10,13 @@
 namespace jaxspec {
 
 void Job::run() {
-  for (;;) {
-    const int64_t unit = next_.fetch_add(1, std::memory_order_relaxed);
-    if (unit >= units_) return;
-    call_(work_, unit);
-    done_.fetch_add(1, std::memory_order_release);
+  const int64_t own = threads_.fetch_add(1, std::memory_order_relaxed);
+  for (int64_t i = own; i < own + shares_; i++) {
+    const int64_t share = i % shares_, begin = units_ * share / shares_, end = units_ * (share + 1) / shares_;
+    for (int64_t unit; (unit = begin + taken_[8 * share].fetch_add(1, std::memory_order_relaxed)) < end;) {
+      call_(work_, unit);
+      done_.fetch_add(1, std::memory_order_release);
+    }
   }
 }
 
@@ -37,7 +39,7 @@ void run_parallel(ThreadPool& pool, int64_t threads, int64_t units, Job::Call ca
     return;
   }
   // Shared: a helper that comes late finds nothing left to do, possibly after this function has returned.
-  auto job = std::make_shared<Job>(units, call, work);
+  auto job = std::make_shared<Job>(threads, units, call, work);
   for (int64_t i = 1; i < threads; i++) pool.schedule(job);
   job->run();
   job->wait();

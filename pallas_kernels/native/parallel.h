@@ -8,18 +8,22 @@
 
 namespace jaxspec {
 
-// Work in units that several threads take one by one.
+// Work in units that several threads take one by one: first those of a share, so that a thread reads memory that lies
+// together and what it fetches ahead is its own, then those that are left of other shares.
 class Job {
  public:
   using Call = void (*)(const void* work, int64_t unit);
 
-  Job(int64_t units, Call call, const void* work) : units_(units), call_(call), work_(work) {}
+  Job(int64_t shares, int64_t units, Call call, const void* work)
+      : shares_(shares), taken_(static_cast<size_t>(8 * shares)), units_(units), call_(call), work_(work) {}
 
   void run();
   void wait() const;
 
  private:
-  std::atomic<int64_t> next_{0}, done_{0};
+  const int64_t shares_;
+  std::vector<std::atomic<int64_t>> taken_;  // units of each share, a cache line apart
+  std::atomic<int64_t> threads_{0}, done_{0};
   const int64_t units_;
   const Call call_;
   const void* const work_;
