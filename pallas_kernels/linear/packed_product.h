@@ -32,6 +32,9 @@ constexpr bool kAmx = true;
 constexpr bool kAmx = false;
 #endif
 
+// How far ahead of its use a weight is fetched that meets one tile of rows, in bytes.
+constexpr int64_t kDistance = 4096;
+
 // Whether AMX multiplies so many rows: fewer are faster without. Its formats scale whole units.
 constexpr bool fills_tiles(int64_t rows, int parts) { return kAmx && parts == 1 && rows > 12; }
 // Most rows of a tile of `rows` quantised rows in all.
@@ -163,14 +166,16 @@ template <class Format>
   }
 }
 
-// sums[r] += `kQuads` quads of codes below 2^kBits, which `codes` gives, times the bytes at x + r * stride.
-template <int kBits, int kQuads, int kRows, class Codes>
-[[gnu::always_inline]] inline void add_products(Int32s (&sums)[kRows], const Codes& codes, const int8_t* x,
-                                                int stride) {
+// sums[r] = start(r) + `kQuads` quads of codes below 2^kBits, which `codes` gives, times the bytes at x + r * stride; of
+// two planes the first one counts 256 times.
+template <int kBits, int kQuads, int kPlanes, int kRows, class Codes, class Start>
+[[gnu::always_inline]] inline void add_products(Int32s (&sums)[kRows], const Codes& codes, const Start& start,
+                                                const int8_t* x, int stride) {
   if constexpr (kPairs) {
-    static_assert(kBits < 8, "sums of two products fit into sixteen bits");
+    static_assert(kBits < 8 && kPlanes == 1, "sums of two products fit into sixteen bits");
     // Sixteen bits hold so many sums of two products, each up to 2 * 127 * (2^kBits - 1).
     constexpr int kTogether = std::min(kQuads, kBits == 4 ? 8 : kBits == 5 ? 4 : 2);
+    for (int r = 0; r < kRows; r++) sums[r] = start(r);
 #pragma GCC unroll 8
     for (int first = 0; first < kQuads; first += kTogether) {
       Bytes pairs[kRows];
@@ -186,18 +191,32 @@ template <int kBits, int kQuads, int kRows, class Codes>
       for (int r = 0; r < kRows; r++) sums[r] = dot_wide(sums[r], pairs[r], 0x00010001);
     }
   } else {
-    // One row alone would wait for each of its sums: it gets two.
-    Int32s other = set_ints(0);
+    // AVX-512 has registers for both planes: codes are unpacked once, and fewer products wait for each other.
+    constexpr bool kBoth = kPlanes == 2 && kPackedRows == 8;
+    Int32s low[kRows];
+    const auto add_plane = [&](const int8_t* inputs) JAXSPEC_INLINE {
+      // One row alone would wait for each of its sums: it gets two.
+      Int32s other = set_ints(0);
 #pragma GCC unroll 8
-    for (int quad = 0; quad < kQuads; quad++) {
-      const Bytes weights = held(codes(quad));
+      for (int quad = 0; quad < kQuads; quad++) {
+        const Bytes weights = held(codes(quad));
 #pragma GCC unroll 8
-      for (int r = 0; r < kRows; r++) {
-        Int32s& sum = kRows == 1 && quad % 2 ? other : sums[r];
-        sum = dot<kBits>(sum, weights, load_four(x + r * stride + 4 * quad));
+        for (int r = 0; r < kRows; r++) {
+          const int8_t* four = inputs + r * stride + 4 * quad;
+          Int32s& sum = kRows == 1 && quad % 2 ? other : sums[r];
+          sum = dot<kBits>(sum, weights, load_four(four));
+          if constexpr (kBoth) low[r] = dot<kBits>(low[r], weights, load_four(four + kUnit));
+        }
       }
+      if (kRows == 1) sums[0] = sums[0] + other;
+    };
+    for (int r = 0; r < kRows; r++) sums[r] = kPlanes == 1 ? start(r) : set_ints(0);
+    for (int r = 0; kBoth && r < kRows; r++) low[r] = start(r);
+    add_plane(x);
+    if constexpr (kPlanes == 2) {
+      for (int r = 0; r < kRows; r++) sums[r] = shift_left(sums[r], 8) + (kBoth ? low[r] : start(r));
+      if constexpr (!kBoth) add_plane(x + kUnit);
     }
-    if (kRows == 1) sums[0] = sums[0] + other;
   }
 }
 
@@ -243,13 +262,7 @@ template <class Format, int kPlanes, int kRows, class Codes>
       }
     } else {
       const auto from_part = [&](int i) JAXSPEC_INLINE { return codes(part * kQuads + i); };
-      const int8_t* inputs = x.codes + 4 * kQuads * part;
-      for (int r = 0; r < kRows; r++) sums[r] = kPlanes == 1 ? start(r) : set_ints(0);
-      add_products<kBits, kQuads>(sums, from_part, inputs, kStride);
-      if constexpr (kPlanes == 2) {
-        for (int r = 0; r < kRows; r++) sums[r] = shift_left(sums[r], 8) + start(r);
-        add_products<kBits, kQuads>(sums, from_part, inputs + kUnit, kStride);
-      }
+      add_products<kBits, kQuads, kPlanes>(sums, from_part, start, x.codes + 4 * kQuads * part, kStride);
     }
     for (int r = 0; r < kRows; r++) {
       Lanes exact = to_float(sums[r]);
@@ -283,7 +296,7 @@ template <class Format, int kPlanes, int kRows, class Codes>
 
 // y[r * y_stride + o] for `rows` rows and the first `count` outputs of a group. `kRows` is `rows`, or `kPackedRows` for
 // all numbers above `kDirect`. Meanwhile `step` bytes from `ahead` on are fetched for each unit, into the second-level
-// cache.
+// cache, and on half of the way into the first one.
 template <class Format, int kPlanes, int kRows>
 void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blocks, const uint8_t* ahead, int64_t step,
                     float* y, int64_t y_stride, int64_t skip, int64_t count) {
@@ -295,7 +308,10 @@ void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blo
   for (int64_t block = 0; block < blocks; block++, group += kGroup * Format::kBytes) {
     const Lanes d = load_scale<Format>(group), zero_point = load_zero_point<Format>(group);
     for (int unit = 0; unit < Format::kUnits; unit++) {
-      for (int64_t line = 0; line < step; line += 64) prefetch(ahead + line);
+      for (int64_t line = 0; line < step; line += 64) {
+        prefetch(ahead + line);
+        prefetch_soon(ahead + line - kDistance / 2);
+      }
       ahead += step;
       const uint8_t* low = group + kGroup * Format::kLowBits + unit * 64 * Format::kLow;
       const uint8_t* high = group + kGroup * Format::kHighBits + unit * 64 * Format::kHigh;
@@ -377,7 +393,6 @@ void multiply_packed(const float* x, int64_t rows, const Matrix& w, int64_t firs
     const int64_t start = at / kGroup * kGroup, end = std::min({start + kGroup, w.outputs, first + count});
     const uint8_t* group = whole_group<Format>(w, start);
     // One tile fetches what it comes to next; each of several fetches its part of the next group.
-    constexpr int64_t kDistance = 4096;
     const int64_t step = kGroup * Format::kBytes / Format::kUnits / num_tiles;
 #if defined(__AMX_INT8__)
     if constexpr (Format::kParts == 1) {
