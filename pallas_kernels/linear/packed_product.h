@@ -296,7 +296,7 @@ template <class Format, int kPlanes, int kRows, class Codes>
 
 // y[r * y_stride + o] for `rows` rows and the first `count` outputs of a group. `kRows` is `rows`, or `kPackedRows` for
 // all numbers above `kDirect`. Meanwhile `step` bytes from `ahead` on are fetched for each unit, into the second-level
-// cache, and on half of the way into the first one.
+// cache, and those 2 KB before them into the first one: half of the way, where one tile of rows meets the weight.
 template <class Format, int kPlanes, int kRows>
 void multiply_group(int64_t rows, Quantised x, const uint8_t* group, int64_t blocks, const uint8_t* ahead, int64_t step,
                     float* y, int64_t y_stride, int64_t skip, int64_t count) {

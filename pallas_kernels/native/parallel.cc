@@ -13,7 +13,11 @@ void Job::run() {
   const int64_t own = threads_.fetch_add(1, std::memory_order_relaxed);
   for (int64_t i = own; i < own + shares_; i++) {
     const int64_t share = i % shares_, begin = units_ * share / shares_, end = units_ * (share + 1) / shares_;
-    for (int64_t unit; (unit = begin + taken_[8 * share].fetch_add(1, std::memory_order_relaxed)) < end;) {
+    std::atomic<int64_t>& taken = taken_[8 * share];
+    // Looked at first: shares that are done should not move between the caches of many threads.
+    while (begin + taken.load(std::memory_order_relaxed) < end) {
+      const int64_t unit = begin + taken.fetch_add(1, std::memory_order_relaxed);
+      if (unit >= end) break;
       call_(work_, unit);
       done_.fetch_add(1, std::memory_order_release);
     }
