@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.copies import CopySettings
-from jaxspec.methods.core.cost_model import CostModel, pass_costs
+from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.drafter import Drafter
-from jaxspec.methods.core.round import Models, steps_per_dispatch
+from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_flag, check_range
@@ -59,8 +59,7 @@ class PromptLookup(Method):
 
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         target = models.target
-        passes, steps = pass_costs(target, self.num_rows), steps_per_dispatch(target)
-        costs = CostModel(passes, steps=steps) if self.adaptive else None
+        costs = CostModel.of(target, self.num_rows) if self.adaptive else None
         copies = CopySettings(self.ngram, self.candidates, self.max_path - 1)
         settings = TreeSettings(self.num_rows, copies=copies, weighs=self.adaptive)
 

@@ -25,27 +25,27 @@ from jaxspec.runtime.placement import Placement
 
 pytestmark = pytest.mark.thorough
 
-KEEP = Case("llama", 1, 1, "fed", SwiftSpec(7, 4, depth=3, branch_free=False))
-REPLACE = Case("llama", 1, 1, "fed", SwiftSpec(7, 4, depth=2, branch_free=False, reuse=False, refill=2))
-SPLIT = Case("llama", 4, 4, "fed", SwiftSpec(3, 2, depth=3, branch_free=True))
+KEEP = Case("llama", 1, 1, "fed", SwiftSpec(7, 4, depth=3))
+REPLACE = Case("llama", 1, 1, "fed", SwiftSpec(7, 4, depth=2, reuse=False, refill=2))
+SPLIT = Case("llama", 4, 4, "fed", SwiftSpec(3, 2, depth=3))
 CASES = {
     "keep": KEEP,
     "replace": REPLACE,
     "tp4": SPLIT,
-    "replace tp4": Case("qwen3", 4, 2, "fed", SwiftSpec(3, 4, depth=2, branch_free=True, reuse=False)),
-    "together": Case("mistral", 1, 0, "fed own", SwiftSpec(5, 3, depth=2, branch_free=False)),
-    "together tp4": Case("llama", 4, 0, "fed", SwiftSpec(3, 2, depth=2, branch_free=False)),
-    "added": Case("llama", 1, 1, "fed added", SwiftSpec(7, 4, depth=2, branch_free=False)),
-    "added tp4": Case("llama", 4, 2, "fed added", SwiftSpec(3, 2, depth=2, branch_free=True, reuse=False)),
-    "nodes only": Case("llama", 1, 1, "fed own", SwiftSpec(3, 2, depth=3, branch_free=True, leaves=False)),
-    "chain": Case("llama", 1, 1, "fed eagle1", SwiftSpec(5, 1, branch=1, depth=4, branch_free=False)),
-    "mtp": Case("qwen3.5", 1, 1, "fed mtp", SwiftSpec(7, 4, depth=2, branch_free=False)),
-    "mtp tp2": Case("qwen3.5", 2, 1, "fed mtp", SwiftSpec(5, 3, depth=3, branch_free=True, reuse=False)),
-    "mtp tp4": Case("qwen3.5", 4, 2, "fed mtp", SwiftSpec(3, 2, depth=2, branch_free=False)),
-    "assistant": Case("gemma4", 1, 1, "fed assistant", SwiftSpec(7, 4, depth=2, branch_free=False)),
-    "assistant tp2": Case("gemma4-two", 2, 1, "fed assistant", SwiftSpec(5, 3, depth=3, branch_free=True, reuse=False)),
-    "adaptive": Case("llama", 3, 1, "fed", SwiftSpec(7, 8, depth=1, adaptive=True, branch_free=False, survivors=9)),
-    "smallest": Case("llama", 1, 1, "fed", SwiftSpec(1, 1, branch=1, depth=1, branch_free=False)),
+    "replace tp4": Case("qwen3", 4, 2, "fed", SwiftSpec(3, 4, depth=2, reuse=False)),
+    "together": Case("mistral", 1, 0, "fed own", SwiftSpec(5, 3, depth=2)),
+    "together tp4": Case("llama", 4, 0, "fed", SwiftSpec(3, 2, depth=2)),
+    "added": Case("llama", 1, 1, "fed added", SwiftSpec(7, 4, depth=2)),
+    "added tp4": Case("llama", 4, 2, "fed added", SwiftSpec(3, 2, depth=2, reuse=False)),
+    "nodes only": Case("llama", 1, 1, "fed own", SwiftSpec(3, 2, depth=3, leaves=False)),
+    "chain": Case("llama", 1, 1, "fed eagle1", SwiftSpec(5, 1, branch=1, depth=4)),
+    "mtp": Case("qwen3.5", 1, 1, "fed mtp", SwiftSpec(7, 4, depth=2)),
+    "mtp tp2": Case("qwen3.5", 2, 1, "fed mtp", SwiftSpec(5, 3, depth=3, reuse=False)),
+    "mtp tp4": Case("qwen3.5", 4, 2, "fed mtp", SwiftSpec(3, 2, depth=2)),
+    "assistant": Case("gemma4", 1, 1, "fed assistant", SwiftSpec(7, 4, depth=2)),
+    "assistant tp2": Case("gemma4-two", 2, 1, "fed assistant", SwiftSpec(5, 3, depth=3, reuse=False)),
+    "adaptive": Case("llama", 3, 1, "fed", SwiftSpec(7, 8, depth=1, adaptive=True, survivors=9)),
+    "smallest": Case("llama", 1, 1, "fed", SwiftSpec(1, 1, branch=1, depth=1)),
 }
 FAST = ("keep",)
 NAMES = fast_part(CASES, lambda name: name in FAST)
@@ -138,7 +138,7 @@ def root_proposals(side):
 @pytest.mark.thorough
 def test_nodes_survive_with_their_states_and_keys():
     """A node below the new root is what it was; the root has the state and the proposals that a fresh run gives it."""
-    engine, params = good_engine(SwiftSpec(2, 3, depth=6, branch_free=False), wrong=(20, 29, 41), heeds=0.05)
+    engine, params = good_engine(SwiftSpec(2, 3, depth=6), wrong=(20, 29, 41), heeds=0.05)
     runner, text = engine.runner, [5, 6, 7]
     request = runner.place_request(SamplingParams(), 0)
 

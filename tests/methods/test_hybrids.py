@@ -26,7 +26,7 @@ from jaxspec.offload.plan import stream_layers
 HYBRIDS = [family for family, cfg in ALL_FAMILIES.items() if cfg.recurrent is not None]
 METHODS = {
     "auto": Auto(), "lookup": PromptLookup(), "chain": Chain(5), "specexec": SpecExec(12, width=3),
-    "specinfer": SpecInfer((2, 2, 1)), "swiftspec": SwiftSpec(7, 4, depth=2, branch_free=False, adaptive=False),
+    "specinfer": SpecInfer((2, 2, 1)), "swiftspec": SwiftSpec(7, 4, depth=2, adaptive=False),
 }  # fmt: skip
 FED = [f"mtp {name}" for name in METHODS if name != "lookup"]
 CONTEXT = 6 * BLOCK

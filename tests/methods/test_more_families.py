@@ -62,7 +62,7 @@ def test_tokens_on_four_devices(family, method):
 
 @pytest.mark.parametrize("family", fast_part(MORE_FAMILIES, lambda family: family == "qwen3-moe"))
 def test_tokens_of_swiftspec(family):
-    case = swiftspec_cases.Case(family, 1, 1, "layer", SwiftSpec(7, 4, depth=2, branch_free=False))
+    case = swiftspec_cases.Case(family, 1, 1, "layer", SwiftSpec(7, 4, depth=2))
     for draft in ("copy", "random"):
         check(lambda p, d=draft, **s: tokens_of(swiftspec_cases.decode(case, p, 30, d, 3, **s)), family)
 

@@ -84,7 +84,7 @@ def test_swift(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case", swiftspec_cases.quick([swiftspec_cases.BASIC, swiftspec_cases.FREE]), ids=swiftspec_cases.case_id
+    "case", swiftspec_cases.quick([swiftspec_cases.BASIC, swiftspec_cases.WIDE]), ids=swiftspec_cases.case_id
 )
 def test_swiftspec(case, monkeypatch):
     engine, params = swiftspec_cases.engine_of(case), swiftspec_cases.params_of(case, "first layer")

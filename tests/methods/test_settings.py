@@ -118,7 +118,7 @@ def test_settings_reach_the_method():
                 "rule": "rejection", "ranking": "sampling", "expansion": (1, 2), "decay": 0.5,
                 "min_probability": 0.25, "replacement": False, "pass_cost": (1.0, 2.0), "ratio": 0.3,
                 "threshold": 0.5, "siblings": (1, 2, 3, 4), "layers": "none", "context": "first", "max_score": 0.5,
-                "share": 0.01, "programs": "each", "task": "code", "layers_file": "layers.json", "branch_free": True,
+                "share": 0.01, "programs": "each", "task": "code", "layers_file": "layers.json",
             }.get(field.name, not field.default if isinstance(field.default, bool) else 3)  # fmt: skip
             assert getattr(make_method(name, {field.name: changed}), field.name) == changed
 

@@ -23,12 +23,12 @@ from swiftspec_cases import (
     CASES,
     CHAIN,
     CONTEXT,
-    FREE,
-    FREE_CHAIN,
     LARGE_BATCH,
     NODES,
+    SHORT_CHAIN,
     TIGHT,
     TOGETHER,
+    WIDE,
     case_id,
     check_rounds,
     decode,
@@ -70,7 +70,6 @@ def switches(case):
     """Settings with two values each."""
     method = case.method
     return {
-        "branch_free": method.branch_free,
         "in turn": not overlaps(case),
         "reuse": method.reuse,
         "leaves": method.leaves,
@@ -115,7 +114,7 @@ def test_a_second_generation_compiles_nothing(case, compilations):
     assert compilations == []
 
 
-@pytest.mark.parametrize("case", quick([BASIC, FREE_CHAIN]), ids=case_id)
+@pytest.mark.parametrize("case", quick([BASIC, SHORT_CHAIN]), ids=case_id)
 def test_tokens_do_not_depend_on_where_generation_stops(case):
     expected = expected_tokens(case, PROMPT, 13, 3, temperature=1.0)
     for count in range(1, 13):
@@ -124,7 +123,7 @@ def test_tokens_do_not_depend_on_where_generation_stops(case):
         assert all(emitted.tokens for emitted in rounds)
 
 
-@pytest.mark.parametrize("case", quick([BASIC, FREE, CHAIN, LARGE_BATCH]), ids=case_id)
+@pytest.mark.parametrize("case", quick([BASIC, WIDE, CHAIN, LARGE_BATCH]), ids=case_id)
 def test_the_last_token_of_the_context_can_be_decoded(case):
     """Good drafts overshoot the most, bad ones run the most rounds."""
     prompt = (LONG_PROMPT + PROMPT)[:90]
@@ -227,7 +226,7 @@ def test_the_draft_has_its_work_before_the_target_may_block(monkeypatch):
     assert len(done) >= 4 and done == ["expand", "verify"] * (len(done) // 2)
 
 
-@pytest.mark.parametrize("case", quick([BASIC, FREE, TOGETHER]), ids=case_id)
+@pytest.mark.parametrize("case", quick([BASIC, WIDE, TOGETHER]), ids=case_id)
 def test_interleaved_generations_do_not_disturb_each_other(case):
     options, params = SamplingParams(max_tokens=20), params_of(case, "first layer")
     alone = [decode(case, prompt, 20, "first layer") for prompt in (PROMPT, LONG_PROMPT)]
@@ -259,7 +258,7 @@ def test_many_generations_leave_nothing_behind():
     assert len(set(sizes[1:])) == 1, sizes
 
 
-@pytest.mark.parametrize("case", quick([BASIC, FREE, CHAIN]), ids=case_id)
+@pytest.mark.parametrize("case", quick([BASIC, WIDE, CHAIN]), ids=case_id)
 def test_ties_go_to_the_lowest_id(case):
     """Target and draft find all tokens alike: greedy output is id 0 for ever."""
     params = ModelParams(flat_params(case.family), params_of(case, "constant").draft)
@@ -312,10 +311,9 @@ BESIDE = Placement(FAMILIES["llama"], plan_mesh(1, 1), FLOAT32)
         ({"reuse": None}, "reuse must be true or false"),
         ({"leaves": "yes"}, "leaves must be true or false"),
         ({"adaptive": 0}, "adaptive must be true or false"),
-        ({"branch_free": 0}, "branch_free must be true or false"),
         ({"adaptive": True, "overlap": False}, "needs overlap"),
-        ({"width": 64, "depth": 64}, "draft tree of 4672 rows, at most 4096"),
-        ({"width": 64, "depth": 16, "adaptive": True}, "draft tree of 4672 rows"),
+        ({"width": 64, "depth": 64}, "draft tree of 4608 rows, at most 4096"),
+        ({"width": 64, "depth": 16, "adaptive": True}, "draft tree of 4608 rows"),
     ],
 )
 def test_settings_out_of_range(settings, word):

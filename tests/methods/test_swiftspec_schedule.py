@@ -20,29 +20,25 @@ BS = 8
 
 def perfect(**settings):
     """A chain of the target itself, with room for eight passes."""
-    method = SwiftSpec(BS - 1, 1, branch=1, depth=8, **{"branch_free": False, **settings})
-    return Case("llama", 1, 1, "same", method)
+    return Case("llama", 1, 1, "same", SwiftSpec(BS - 1, 1, branch=1, depth=8, **settings))
 
 
 PERFECT = [
     perfect(),
     perfect(reuse=False),
     perfect(leaves=False),
-    perfect(branch_free=True),
     perfect(refill=2),
     perfect(reuse=False, leaves=False),
     perfect(reuse=False, refill=3),
-    perfect(branch_free=True, refill=1),
 ]
 
 
 def expected_rounds(method, depth):
     """Tokens of each round, by the levels that the tree has below its root (docs/algorithms.md, "Re-rooting")."""
     lengths, levels = [], 0
-    within = 1 + (method.refill or 0) if method.branch_free else 0
     for _ in range(ROUNDS):
         # A root that is no node is run, which gives one level; a hit brings its own.
-        levels = levels + within if levels > 0 else 1 + (method.refill or 0)
+        levels = levels or 1 + (method.refill or 0)
         if not method.leaves:
             # A batch of nodes grows until it is full, and proposals lie one level deeper.
             levels = max(levels, BS)
@@ -74,7 +70,7 @@ def test_a_perfect_draft_reaches_the_bound_of_its_schedule(case, monkeypatch):
             lengths.append(len(rounds.sent))
         assert lengths == expected_rounds(method, depth)
         if method.leaves:
-            bound = longest_mean(BS, depth, method.refill or 0, branch_free=method.branch_free)
+            bound = longest_mean(BS, depth, method.refill or 0)
             # Without reuse every round is the first one of a stretch.
             reached = lengths[1:] if method.reuse else lengths
             steady = 2 + (method.refill or 0) if not method.reuse or depth < 2 else bound

@@ -22,15 +22,15 @@ from swiftspec_cases import (
     CHAIN,
     DEEP,
     FOREIGN,
-    FREE,
-    FREE_CHAIN,
     LARGE_BATCH,
     NODES,
     SERIAL,
+    SHORT_CHAIN,
     TIGHT,
     TOGETHER,
     TOGETHER_TP2,
     UNEVEN,
+    WIDE,
     Rounds,
     case_id,
     check_counts,
@@ -139,9 +139,6 @@ class Replay:
         if pending:
             self.computed += len(pending)
             self.rows = [self.node((), np.float32(0))]
-        elif method.branch_free:
-            self.expand(max(2, method.width))
-        exposed = max(exposed, method.branch_free)
         self.passes += exposed
         if not overlaps(self.case):
             self.grow(method.depth)
@@ -316,7 +313,7 @@ RUNS = [
 DEEP_RUN = ("certain", LONG_PROMPT, 1, SAMPLINGS["greedy"])
 
 
-FAST = (BASIC, NODES, ADAPTIVE, CHAIN, FOREIGN, FREE_CHAIN)
+FAST = (BASIC, NODES, ADAPTIVE, CHAIN, FOREIGN, SHORT_CHAIN)
 
 
 @pytest.mark.parametrize("case", fast_part(STATE_CASES, lambda case: case in FAST), ids=case_id)
@@ -337,7 +334,7 @@ def test_the_draft_holds_what_a_replay_from_scratch_says(case):
     elif case in (NODES, CHAIN, DEEP):
         # Subtrees survive, not roots alone.
         assert kept > 1
-    elif case in (FREE, TIGHT, FREE_CHAIN):
+    elif case in (WIDE, TIGHT, SHORT_CHAIN):
         # What is too large is cut.
         assert kept == case.method.survivors
 
@@ -389,7 +386,7 @@ def test_growth_in_turn_makes_the_same_trees():
                 np.testing.assert_allclose(x[:, :live], y[:, :live], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", [BASIC, FREE, TOGETHER, LARGE_BATCH], ids=case_id)
+@pytest.mark.parametrize("case", [BASIC, WIDE, TOGETHER, LARGE_BATCH], ids=case_id)
 def test_rounds_write_into_their_window_only(case):
     for draft in ("copy", "broken"):
         steps = Rounds(case, draft, PROMPT, 3, temperature=1.0)
@@ -397,7 +394,7 @@ def test_rounds_write_into_their_window_only(case):
             check_written_slots(steps, grown_rows(case))
 
 
-@pytest.mark.parametrize("case", fast_part([BASIC, FREE, TIGHT, LARGE_BATCH], lambda case: case in FAST), ids=case_id)
+@pytest.mark.parametrize("case", fast_part([BASIC, WIDE, TIGHT, LARGE_BATCH], lambda case: case in FAST), ids=case_id)
 def test_garbage_behind_the_prefix_is_never_read(case):
     clean, spoiled = (Rounds(case, "copy", PROMPT, 2, temperature=1.0) for _ in range(2))
     target, draft = spoiled.state.target, spoiled.state.draft
@@ -414,7 +411,7 @@ def test_garbage_behind_the_prefix_is_never_read(case):
 
 def test_a_draft_that_proposes_nothing():
     """A broken root has no leaves: the batch is the root alone, and nothing is evaluated for it."""
-    for case in (BASIC, FREE, NODES, SERIAL):
+    for case in (BASIC, WIDE, NODES, SERIAL):
         params = params_of(case, "broken")
         spoiled = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), params.draft)
         steps = Rounds(case, "copy", PROMPT, 0)

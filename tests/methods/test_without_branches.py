@@ -40,7 +40,6 @@ from pallas_kernels.registry import Kernels
 COUNT, BF16 = 24, jnp.bfloat16
 PLAIN = Case("llama", 1, "none", Autoregressive())
 IN_TURN = Case("llama", 1, "same", SwiftSpec(7, 4, depth=2))
-IN_EVERY_TURN = Case("llama", 1, "same", SwiftSpec(7, 4, depth=2, branch_free=True))
 RUNS = [
     (PLAIN, "greedy", "copy"),
     (PLAIN, "cuts", "copy"),
@@ -49,7 +48,6 @@ RUNS = [
     pytest.param(LLAMA_CHAIN, "penalties", "first layer", marks=pytest.mark.slow),
     pytest.param(LLAMA_LOOKUP, "T=1", "copy", marks=pytest.mark.slow),
     (IN_TURN, "greedy", "first layer"),
-    pytest.param(IN_EVERY_TURN, "greedy", "first layer", marks=pytest.mark.slow),
 ]
 
 

@@ -162,7 +162,7 @@ def make_pair(
     engine.prepare()
     engine.calibrate(params)
     if isinstance(method, Auto):
-        engine.runner.timer = None  # rounds that follow a clock are not the same twice
+        engine.runner.filter.read = lambda *_, **__: None  # rounds that follow a clock are not the same twice
     return Pair(engine, params)
 
 

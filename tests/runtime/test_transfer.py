@@ -119,7 +119,7 @@ def pairs():
 
 PAIRS = [
     (1, 1, SwiftSpec(3, 2, depth=2)),
-    (2, 3, SwiftSpec(3, 2, adaptive=True, depth=1, leaves=False, branch_free=True)),
+    (2, 3, SwiftSpec(3, 2, adaptive=True, depth=1, leaves=False)),
 ]
 
 

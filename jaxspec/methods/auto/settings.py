@@ -1,8 +1,7 @@
 """The default: a draft model's chains and copies of earlier text, as far as they pay, else plain decoding.
 
 What a round may gain is estimated from what became of earlier drafts, what it costs from measured or built-in figures
-(`drafter.py` does that round by round). Where the host measures that drafts do not pay after all, rounds are those of
-plain decoding for a while (`RoundTimer`).
+(`core/tree_round.py` does that round by round). The times of rounds correct these figures (`core/timing.py`).
 """
 
 import dataclasses
@@ -26,11 +25,10 @@ from jaxspec.methods.core.cost_model import (
 )
 from jaxspec.methods.core.drafter import Drafter, block_rows, num_places
 from jaxspec.methods.core.proposals import tree_proposals
-from jaxspec.methods.core.round import Models, steps_per_dispatch
-from jaxspec.methods.core.runner import Runner, SpeculativeRunner
+from jaxspec.methods.core.round import Models
+from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_range
-from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.tree_drafter import TreeDrafter
 from jaxspec.methods.core.tree_round import SYNC_ROWS, TreeSettings
 from jaxspec.methods.core.verify import match
@@ -133,10 +131,10 @@ class Auto(Method):
         cost = figures.get("draft_cost", 0.0)
         if draft is not None and "draft_cost" not in figures:
             cost = relative_draft_cost(target, draft)
-        passes = pass_costs(target, self.num_rows, figures.get("pass_cost", ()))
-        one_pass = draft is not None and num_places(draft) > 0
-        round_cost, steps = figures.get("round_cost", ROUND_COST), steps_per_dispatch(target)
-        return CostModel(passes, cost, round_cost, overhead, one_pass, source, steps)
+        return CostModel.of(
+            target, self.num_rows, figures.get("pass_cost", ()), draft=cost, draft_overhead=overhead, source=source,
+            round=figures.get("round_cost", ROUND_COST), one_pass=draft is not None and num_places(draft) > 0,
+        )  # fmt: skip
 
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         length, (target, draft) = self.length, models
@@ -151,21 +149,20 @@ class Auto(Method):
         propose = None if draft is None else tree_proposals("noise", draft.vocab, branch)
         given = self.draft_cost and self.pass_cost and self.round_cost is not None
         profile = None if given else find_costs(store.cache_folder, models, self.num_rows)
-        times = previous.latest_times() if isinstance(previous, MeasuringRunner) else profile and load_costs(profile)
+        times = previous.times if isinstance(previous, MeasuringRunner) else profile and load_costs(profile)
         rows = 0 if draft is None else block_rows(draft, self.max_path)
         slots, costs = cache_slots(tokens, max(SYNC_ROWS, self.num_rows, rows)), self.costs(models, times)
 
         def make_drafter(verified: Verified) -> Drafter:
             return TreeDrafter(draft or target, slots, settings, verified, propose=propose, costs=costs)
 
-        timer = previous.timer if isinstance(previous, SpeculativeRunner) else None
         runner = MeasuringRunner(
             target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match, dynamic_rows=True,
-            timer=timer or RoundTimer(), profile=profile, times=times, length=0 if draft is None else places or length,
+            profile=profile, times=times, length=0 if draft is None else places or length,
             weigh=lambda times: self.costs(models, times), draft=draft,
         )  # fmt: skip
         if isinstance(previous, MeasuringRunner):
-            runner.worths = previous.worths
+            runner.take_over(previous)
         return runner
 
 

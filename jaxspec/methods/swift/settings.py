@@ -8,10 +8,11 @@ from typing import ClassVar
 from jaxspec.errors import ConfigError
 from jaxspec.files import checkpoint_digest
 from jaxspec.methods.base import NO_STORE, Method, Store
+from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.settings import check_flag, check_layers, check_range, log_threshold
-from jaxspec.methods.swift.runner import DraftTimer, SwiftRunner
+from jaxspec.methods.swift.runner import SwiftRunner
 from jaxspec.methods.swift.search import LayerSearch, SearchSettings
 from jaxspec.methods.swift.self_draft import LEVELS, ChainSettings
 from jaxspec.methods.swift.store import LayerStore
@@ -136,13 +137,13 @@ class Swift(Method):
         """The runner; its search goes on from that of `previous`, else from the layer file."""
         target, file = models.target, self._file(models.target, store)
         if isinstance(previous, SwiftRunner):
-            search, timer = previous.search, previous.timer
+            search, costs = previous.search, previous.costs
         else:
-            search, timer = self._begin_search(target), DraftTimer()
+            search, costs = self._begin_search(target), CostModel.of(target, self.num_rows)
             if file is not None:
                 file.load(self.task, search)
         return SwiftRunner(
-            target, tokens, search, timer, self._chain, fixed=self._fixed(target), file=file, task=self.task,
+            target, tokens, search, costs, self._chain, fixed=self._fixed(target), file=file, task=self.task,
             share=self.share, branching=self._branches(target),
         )  # fmt: skip
 

@@ -20,14 +20,14 @@ from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.methods.swiftspec.messages import batch_shapes, pack_batch, unpack_verified
 from jaxspec.models.feature_draft import forward_draft, fuse
 from jaxspec.models.kv_cache import commit_rows, permute_window
-from jaxspec.models.transformer import forward, vocab_logits
+from jaxspec.models.transformer import vocab_logits
 from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import update_history
 from jaxspec.sampling.request import request_shapes
-from jaxspec.tree.grow import add_rows, leaf_scores, pick_leaves, picked_mask, plant, renew_root
+from jaxspec.tree.grow import leaf_scores, plant, renew_root
 from jaxspec.tree.reroot import Rerooted, reroot
 from jaxspec.tree.tree import Tree, init_tree, pack_best, proposals
 
@@ -47,20 +47,14 @@ class Growth:
     room: int  # passes that the tree has room for between two advances, at least `depth`
     reuse: bool  # whether anything is kept
     leaves: bool  # whether a batch may hold proposals that were not evaluated
-    # One pass in every advance, whatever happened, in place of a loop of at most one turn, to catch up.
-    # Growth on demand, without `leaves`, is a loop on device data all the same.
-    branch_free: bool
-    # Passes of growth that a batch waits for after a root that the draft had not evaluated; with `branch_free` in every
-    # advance.
-    refill: int = 0
+    refill: int = 0  # passes of growth that a batch waits for after a root that the draft had not evaluated
     most_refill: int = 0  # passes that the tree has room for there, at least `refill`
 
     @property
     def rows(self) -> int:
         """M: what survives, what grows until the next advance, and the passes within it."""
-        waited = self.most_refill * self.width
-        hit = self.survivors + max(2, self.width) + (waited if self.branch_free else 0)
-        return max(hit, 1 + waited, self.num_rows + self.width) + self.room * self.width
+        most = max(self.survivors, 1 + self.most_refill * self.width, self.num_rows + self.width)
+        return most + self.room * self.width
 
 
 @pytree
@@ -185,13 +179,11 @@ def follow_verified(
         if sent is not None:
             grown = replace_path(model, grown, moved, tokens, count, sent)
         else:
-            advance = advance_branch_free if growth.branch_free else advance_on_miss
-            grown = advance(model, grown, moved, growth)
-    exposed = jnp.int32(1) if growth.branch_free or sent is not None else missed.astype(jnp.int32)
+            grown = advance_on_miss(model, grown, moved)
+    exposed = jnp.int32(1) if sent is not None else missed.astype(jnp.int32)
     grown = dataclasses.replace(grown, passes=grown.passes + exposed)
     if growth.refill:
-        # Where a branch is to be avoided the passes run in every advance; after a hit they are growth like any other.
-        wanted = growth.refill if growth.branch_free else missed * growth.refill
+        wanted = missed * growth.refill
         grown, exposed = expand_tree(model, grown, growth, wanted), exposed + wanted
     return grown, moved, exposed
 
@@ -257,7 +249,7 @@ def _replace_rows(
     return hidden, own, dataclasses.replace(text, cache=cache, seen=text.seen + count)
 
 
-def advance_on_miss(model: DraftModel, state: DraftTreeState, moved: Rerooted, growth: Growth) -> DraftTreeState:
+def advance_on_miss(model: DraftModel, state: DraftTreeState, moved: Rerooted) -> DraftTreeState:
     """Run the tokens that the draft has not seen, if there are any, and plant the root."""
 
     def unplanted(carry: tuple) -> Array:
@@ -278,42 +270,6 @@ def advance_on_miss(model: DraftModel, state: DraftTreeState, moved: Rerooted, g
     return dataclasses.replace(
         state, sequence=dataclasses.replace(state.sequence, cache=cache), tree=tree, computed=computed
     )
-
-
-def advance_branch_free(model: DraftModel, state: DraftTreeState, moved: Rerooted, growth: Growth) -> DraftTreeState:
-    """One pass of fixed shape, whose rows both cases share: the unseen tokens if there are any, else best leaves."""
-    cache, tree = state.sequence.cache, state.tree
-    missed = moved.num_pending > 0
-    rows = max(2, growth.width)
-    place = jnp.arange(rows, dtype=jnp.int32)
-    picked = pick_leaves(tree, rows)
-    leaf_mask = picked_mask(tree, picked)
-    slots = jnp.arange(tree.rows, dtype=jnp.int32)
-    pending = jnp.where(place < moved.num_pending, moved.pending[jnp.minimum(place, 1)], moved.pending[0])
-    token = jnp.where(missed, pending, picked.token)
-    depth = jnp.where(missed, place, picked.depth)
-    # An empty tree has size 0: the unseen tokens lie where its rows would.
-    mask = jnp.where(missed, slots[None, :] <= place[:, None], leaf_mask)
-    leaf_depth = jax.lax.dynamic_update_slice(tree.depth, picked.depth, (tree.size,))
-    slot_depth = jnp.where(missed, slots, leaf_depth)
-    hidden, cache = forward(
-        model.params, model.placement.cfg, token, cache.length + depth, cache, mask,
-        window_position=cache.length + slot_depth, offset=tree.size,
-    )  # fmt: skip
-    tree_token = jax.lax.dynamic_update_slice(tree.token, picked.token, (tree.size,))
-    on_path = jnp.where(missed, False, leaf_mask.at[:, 0].set(False))
-    paths = PathHistory(state.sequence.history, tree_token, on_path)
-    produced = cache.length + 1 + depth
-    logits = vocab_logits(model.params, model.placement.cfg, hidden)
-    child_token, child_logprob = model.propose(logits, paths, model.request, produced)
-    last = jnp.maximum(moved.num_pending - 1, 0)
-    planted = plant(tree, state.sequence.root, child_token[last], child_logprob[last])
-    grown = add_rows(tree, picked, leaf_mask, child_token, child_logprob)
-    tree = jax.tree.map(lambda a, b: jnp.where(missed, a, b), planted, grown)
-    cache = commit_rows(cache, jnp.where(missed, last, 0))
-    computed = jnp.where(missed, moved.num_pending, grown.size - state.tree.size)
-    text = dataclasses.replace(state.sequence, cache=cache)
-    return dataclasses.replace(state, sequence=text, tree=tree, computed=state.computed + computed)
 
 
 def choose_batch(

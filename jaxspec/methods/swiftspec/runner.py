@@ -150,7 +150,7 @@ class SwiftSpecRunner(Runner):
         if given is None:
             self._follow(schedule)
         self.schedule = schedule
-        length = longest_mean(growth.num_rows, schedule.depth, schedule.refill, branch_free=growth.branch_free)
+        length = longest_mean(growth.num_rows, schedule.depth, schedule.refill)
         # What is dropped or grown on demand does not depend on the depth.
         capped = self._overlap and not self._adaptive and growth.reuse and growth.leaves
         if capped and length < growth.num_rows and schedule.depth + 1 <= ratio:

@@ -62,10 +62,9 @@ def waited_passes(ratio: float, most: int) -> int:
     return max(range(most + 1), key=speed)
 
 
-def longest_mean(num_rows: int, depth: int, refill: int, *, branch_free: bool) -> int:
+def longest_mean(num_rows: int, depth: int, refill: int) -> int:
     """The largest mean acceptance length that overlapped trees can have, whatever the draft (docs/algorithms.md)."""
-    within = 1 + refill if branch_free else 0
-    return min(num_rows, max(2 + refill, depth + within))
+    return min(num_rows, max(2 + refill, depth))
 
 
 def time_in_turn(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:

@@ -32,8 +32,7 @@ class SwiftSpec(Method):
         takes as many as fit into a verification, at most `num_draft_tokens` + 1. No draft can have a mean acceptance
         length above `depth`, or above 2 + `refill` if that is more.
       refill: draft passes that a batch waits for after a root that the draft had not evaluated, apart from the one that
-        evaluates it; with `branch_free` they run in every round. None weighs them by the measured times where `depth`
-        is measured too, and is 0 where it is given, and with `branch_free`.
+        evaluates it. None weighs them by the measured times where `depth` is measured too, and is 0 where it is given.
       ranking: what the tree grows and batches are chosen by: "noise", the chance that the target chooses a prefix with
         the noise of its own draws, which the draft knows; "probability", the draft's plain probabilities, as in the
         paper; "sampling", those at the request's temperature. "noise" accepts more at temperature > 0, and is
@@ -46,9 +45,6 @@ class SwiftSpec(Method):
       leaves: whether a batch may hold proposals that the draft has not evaluated; without them growth on demand
         delays the target.
       survivors: most nodes that are kept when the root moves; None is eight times `width`, or bs if that is more.
-      branch_free: one draft pass between two batches in every round, in place of a branch on whether there is something
-        to catch up with, for accelerators whose host would wait for a branch. Without it a hit sends the next batch at
-        once, and grows after. Growth on demand, which comes with `leaves=False`, branches all the same.
     """
 
     num_draft_tokens: int = 7
@@ -62,7 +58,6 @@ class SwiftSpec(Method):
     reuse: bool = True
     leaves: bool = True
     survivors: int | None = None
-    branch_free: bool = False
 
     name: ClassVar[str] = "swiftspec"
     drafts: ClassVar[bool] = True
@@ -84,7 +79,7 @@ class SwiftSpec(Method):
                 object.__setattr__(self, name, default)
             check_range(name, getattr(self, name), low, LARGEST_TREE)
         check_choice("ranking", self.ranking, RANKINGS)
-        for name in ("adaptive", "overlap", "reuse", "leaves", "branch_free"):
+        for name in ("adaptive", "overlap", "reuse", "leaves"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
         if self.adaptive and not self.overlap:
@@ -126,12 +121,12 @@ class SwiftSpec(Method):
         if refill is None:
             # A tree of survivors has room for them, and no batch is deeper than that.
             most = min(max(0, self.num_draft_tokens - 1), self.survivors // self.width)
-            refill = 0 if self.branch_free or self.depth is not None else most
+            refill = 0 if self.depth is not None else most
 
         def grown(room: int) -> Growth:
             return Growth(
                 self.num_rows, self.width, self.branch or 1, self.depth or room, self.survivors or 2, room, self.reuse,
-                self.leaves, self.branch_free, self.refill or 0, refill,
+                self.leaves, self.refill or 0, refill,
             )  # fmt: skip
 
         if self.depth is not None:
