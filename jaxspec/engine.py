@@ -419,7 +419,8 @@ class Session:
         if not self._wants_top:
             round_ = dataclasses.replace(round_, top=None)
         round_ = everywhere(round_)
-        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), round_)
+        for leaf in jax.tree.leaves(round_):
+            leaf.copy_to_host_async()
         return state, round_, min_tokens
 
 

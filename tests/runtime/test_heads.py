@@ -14,7 +14,7 @@ from tiny_models import FAMILIES, RandomSource
 from jaxspec.checkpoint.load import load_foreign
 from jaxspec.config import SamplingParams
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.core.round import ModelParams, Models, read_round
+from jaxspec.methods.core.round import ModelParams, Models, read_rounds
 from jaxspec.models.heads import KV_ROWS, QKV_ROWS, QUERY_ROWS, arrange_heads, collect_heads, head_layout
 from jaxspec.models.quantization import Storage, fit_storage
 from jaxspec.models.transformer import forward
@@ -74,7 +74,7 @@ def answer(kv_heads, degree, temperature):
     state, tokens = bound.resume(params, bound.start(0, None), prompt, 0), []
     while len(tokens) < 16:
         state, round_, _ = bound.round(params, state, request, 16 - len(tokens))
-        tokens += read_round(round_).tokens
+        tokens += read_rounds(round_)[0].tokens
     return tokens
 
 

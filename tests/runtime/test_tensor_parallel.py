@@ -13,7 +13,7 @@ from tiny_models import FAMILIES, place, relative_error, step_logits, tiny_param
 
 from jaxspec.config import MAX_LOGPROBS, SamplingParams
 from jaxspec.methods.autoregressive import Autoregressive
-from jaxspec.methods.core.round import ModelParams, Models, read_round
+from jaxspec.methods.core.round import ModelParams, Models, read_rounds
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.kv_cache import init_cache
 from jaxspec.models.params import ArrayInfo
@@ -67,7 +67,7 @@ def decode(family, degree, sampling, seed):
     tokens, logprobs = [], []
     while len(tokens) < sampling.max_tokens:
         state, round_, _ = bound.round(ModelParams(params), state, request, sampling.max_tokens - len(tokens))
-        output = read_round(round_)
+        (output,) = read_rounds(round_)
         tokens += output.tokens
         logprobs += output.logprobs
     return tokens, logprobs

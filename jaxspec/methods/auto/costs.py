@@ -17,7 +17,14 @@ import numpy as np
 from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.methods.auto.profiles import RoundTimes, load_learned, save_costs, save_learned
 from jaxspec.methods.core.cost_model import LAWS, CostModel
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, ModelParams, StepOutput, first_verified, read_rounds
+from jaxspec.methods.core.round import (
+    STEPS_PER_DISPATCH,
+    ModelParams,
+    StepOutput,
+    count_bytes,
+    first_verified,
+    read_rounds,
+)
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.sequence import CHUNKS, SequenceState
 from jaxspec.methods.core.timing import CostFilter, Worth, measured_rows, own_drafts
@@ -254,8 +261,7 @@ class MeasuringRunner(SpeculativeRunner):
         # One is for greedy texts, and one for sampled ones.
         asked = np.zeros((LAWS, 4)) if self.drafter.learned is None else self.drafter.learned["asked"]
         self.worths = tuple(map(Worth, asked))
-        weights = jax.tree.leaves(self.executor.placement.params())
-        small = sum(leaf.size * leaf.dtype.itemsize for leaf in weights) <= MOST_BYTES
+        small = count_bytes(self.executor.placement.params()) <= MOST_BYTES
         self.measures = self._profile is not None and small and times is None
         if self.measures:
             self.programs = tuple(dict.fromkeys((*self.programs, *self.single)))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.methods.core.round import STEPS_PER_DISPATCH, steps_per_dispatch
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, count_bytes, steps_per_dispatch
 from jaxspec.models.experts import distinct_experts
 from jaxspec.models.layer_set import LayerSet
 from jaxspec.models.params import MLP_PARAMS, ROUTED_PARAMS, Params
@@ -347,7 +347,7 @@ def _bytes_read(placement: Placement) -> float:
     layers = sum(_layer_bytes(placement, index, layer) for index, layer in enumerate(params["layers"]))
     # A pass reads one row of the embedding, unless that is the head, too.
     skipped = ("layers", "embed") if "head" in params else ("layers",)
-    return layers + _bytes_of({name: leaf for name, leaf in params.items() if name not in skipped})
+    return layers + count_bytes({name: leaf for name, leaf in params.items() if name not in skipped})
 
 
 def _routed_bytes(placement: Placement) -> float:
@@ -366,12 +366,8 @@ def _layer_bytes(placement: Placement, index: int, layer: Params) -> float:
     for name, leaf in layer.items():
         # A shape's first dimension is that of the experts, padding included.
         part = 1.0 if experts is None or name not in ROUTED_PARAMS else experts.per_token / leaf.shape[0]
-        total += part * _bytes_of(leaf)
+        total += part * count_bytes(leaf)
     return total
-
-
-def _bytes_of(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _priors() -> np.ndarray:

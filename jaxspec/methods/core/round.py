@@ -4,7 +4,6 @@ Letters: P `max_path`, the most tokens that a round can add.
 """
 
 import dataclasses
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from jaxspec.sampling.accept import Verified, num_ranked
 
 # Tokens that plain decoding computes in one dispatch, and those of a small target on a CPU: they share what a round
 # costs apart from its passes, and arrive together. The bytes of the largest target that is small.
-STEPS_PER_DISPATCH, STEPS_OF_SMALL, MOST_BYTES = 4, 8, 256 << 20
+STEPS_PER_DISPATCH, STEPS_OF_SMALL, SMALL_BYTES = 4, 8, 256 << 20
 # Integers before the tokens in `Round.packed`.
 ROUND_HEADER = 4
 # Added to the draft passes of a round whose search was cut short, see `StepOutput.truncated`.
@@ -44,8 +43,12 @@ class ModelParams(NamedTuple):
 
 def is_small(target: Placement) -> bool:
     """Whether the host's work for a dispatch is much beside a pass of a target; on CPUs, with few weights."""
-    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(target.params()))
-    return target.plan.kernels.loops_are_free and nbytes <= MOST_BYTES
+    return target.plan.kernels.loops_are_free and count_bytes(target.params()) <= SMALL_BYTES
+
+
+def count_bytes(tree: Any) -> int:
+    """Bytes of arrays, or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def steps_per_dispatch(target: Placement) -> int:
@@ -148,23 +151,22 @@ class StepOutput:
 
 def read_rounds(round_: Round) -> list[StepOutput]:
     """Wait for the rounds of one dispatch and read them: one, or as many as its arrays have in front."""
+    leaves = round_.packed, round_.logprob, round_.draft, *(round_.top or (None, None))
+    # Whole arrays become lists at once: numpy takes as long for an element.
+    parts = [None if leaf is None else np.asarray(leaf).tolist() for leaf in leaves]
     if round_.packed.ndim == 1:
-        return [read_round(round_)]
-    several = jax.tree.map(np.asarray, round_)
-    ran = range(int((several.packed[:, 0] > 0).sum()))
-    return [read_round(jax.tree.map(operator.itemgetter(number), several)) for number in ran]
+        return [_read(*parts)]
+    ran = [number for number, packed in enumerate(parts[0] or ()) if packed[0] > 0]
+    return [_read(*(part and part[number] for part in parts)) for number in ran]
 
 
-def read_round(round_: Round) -> StepOutput:
-    """Wait for a round and read it."""
-    packed = np.asarray(round_.packed).tolist()
+def _read(packed: Any, logprob: Any, draft: Any, ranked: Any, ranked_logprob: Any) -> StepOutput:
     count, drafted, depth, passes = packed[:ROUND_HEADER]
     truncated, passes = divmod(passes, TRUNCATED)
-    tokens = tuple(packed[ROUND_HEADER : ROUND_HEADER + count])
-    logprobs = tuple(np.asarray(round_.logprob)[:count].tolist())
-    counts = None if round_.draft is None else DraftCounts(*np.asarray(round_.draft).tolist())
+    tokens, logprobs = tuple(packed[ROUND_HEADER : ROUND_HEADER + count]), tuple(logprob[:count])
+    counts = None if draft is None else DraftCounts(*draft)
     passes += 0 if counts is None else counts.passes
-    top = None if round_.top is None else tuple(map(_possible, *(np.asarray(x)[:count].tolist() for x in round_.top)))
+    top = None if ranked is None else tuple(map(_possible, ranked[:count], ranked_logprob[:count]))
     accepted = count - 1 if drafted else 0
     return StepOutput(tokens, logprobs, accepted, drafted, depth, passes, bool(truncated), counts, top)
 
