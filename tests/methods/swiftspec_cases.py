@@ -23,7 +23,7 @@ from jaxspec.checkpoint.load import load_foreign
 from jaxspec.checkpoint.shared_weights import share_embedding
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.methods.core.round import DraftCounts, ModelParams, Models, read_round
+from jaxspec.methods.core.round import DraftCounts, ModelParams, Models, read_rounds
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime.mesh import plan_mesh, plan_pair
@@ -251,7 +251,7 @@ class Rounds:
             round_ = self.dispatch()
         finally:
             self.runner.executor.verify = verify
-        output = read_round(round_)
+        (output,) = read_rounds(round_)
         self.verified, self.known = self.sent, list(self.text)
         self.sent = list(output.tokens)
         self.text += self.sent

@@ -15,7 +15,7 @@ from tiny_pairs import VOCAB
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.constrained import ConstrainedPasses
-from jaxspec.methods.core.round import read_round
+from jaxspec.methods.core.round import read_rounds
 from jaxspec.methods.core.verify import Draft, chain_draft
 from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.processors import allow
@@ -67,7 +67,7 @@ def oracle(case, sampling, seed):
         bias |= dict.fromkeys(set(range(VOCAB)) - set(allowed_after(text)), -np.inf)
         request = executor.place_request(SamplingParams(**{**given, "logit_bias": bias, "logprobs": True}), seed)
         state, _, round_, _ = executor.decode(params, state, request, 1)
-        output = read_round(round_)
+        (output,) = read_rounds(round_)
         text += output.tokens
         logprobs += output.logprobs
     return text[len(PROMPT) :], logprobs
@@ -91,7 +91,7 @@ def test_any_tree_under_any_masks_gives_the_tokens_of_plain_decoding(case, sampl
                 batch = random_batch(rng, rows, text[-1], expected[len(text) - len(PROMPT) :])
                 draft = Draft(batch, np.int32(0))
             state, _, round_ = passes.verify(params, state, draft, request, RandomMatcher(text))
-            output = read_round(round_)
+            (output,) = read_rounds(round_)
             accepted += output.accepted
             text += output.tokens
             found += output.logprobs

@@ -18,7 +18,7 @@ from tiny_pairs import FLOAT32, count_on, counting
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.methods.core.round import Models, read_round
+from jaxspec.methods.core.round import Models, read_rounds
 from jaxspec.methods.swiftspec.settings import SwiftSpec
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
@@ -149,7 +149,7 @@ def test_nodes_survive_with_their_states_and_keys():
     for _ in range(14):
         known = tuple(text)
         state, round_, _ = runner.round(params, state, request, 1)
-        text += read_round(round_).tokens
+        text += read_rounds(round_)[0].tokens
         after = nodes_of(known, state.draft)
         for path in (before.keys() & after.keys()) - {known}:
             for one, other in zip(before[path], after[path], strict=True):

@@ -18,7 +18,7 @@ from tiny_pairs import VOCAB, target_params
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.executor import ResidentExecutor
-from jaxspec.methods.core.round import read_round
+from jaxspec.methods.core.round import read_rounds
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS, Draft
 from jaxspec.tree.tree import Batch
@@ -69,7 +69,7 @@ def plain(case, sampling, seed):
     request = executor.place_request(SamplingParams(**SAMPLINGS[sampling]), seed)
     while len(tokens) < LENGTH + MAX_PATH:
         state, _, round_, _ = executor.decode(params, state, request, STEPS)
-        output = read_round(round_)
+        (output,) = read_rounds(round_)
         tokens += output.tokens
         logprobs += output.logprobs
     return tokens, logprobs
@@ -87,14 +87,14 @@ def test_decoding_stops_after_a_token_that_ends_the_text():
         state, found = begin(case, prompt), []
         while not found or found[-1][-1] != end:
             state, _, round_, steps = executor.decode(params, state, request, STEPS)
-            found.append(read_round(round_).tokens)
+            found.append(read_rounds(round_)[0].tokens)
             assert steps == STEPS and end not in found[-1][:-1]
             assert len(found[-1]) == STEPS or found[-1][-1] == end
             if prompt != PROMPT:
                 break
         assert prompt != PROMPT or [token for one in found for token in one] == expected[: first + 1]
         state, _, round_, _ = executor.decode(params, state, request, STEPS)
-        assert len(read_round(round_).tokens) == (1 if found[-1][-1] == end else STEPS)
+        assert len(read_rounds(round_)[0].tokens) == (1 if found[-1][-1] == end else STEPS)
 
 
 def random_batch(rng, rows, root, future):
@@ -148,7 +148,7 @@ def decode(case, sampling, seed):
         shapes = executor.placement.array((), jnp.int32)
         draft = jax.device_put(Draft(batch, np.int32(0)), shapes.sharding)
         state, _, round_ = executor.verify(params, state, draft, request)
-        output = read_round(round_)
+        (output,) = read_rounds(round_)
         tokens += output.tokens
         found += output.logprobs
         assert tokens == expected[: len(tokens)]

@@ -46,8 +46,8 @@ class Swift(Method):
         token is one of them.
       num_draft_tokens: most tokens of a target pass, the root not counted, at least `length`; the least probable ones
         are left out. None is all that a draft can hold (82 by default), or 31 if the method is `adaptive`.
-      adaptive: draft only what pays, by the costs of passes and by what was accepted so far, and nothing while the
-        measured gain is below 1. False drafts in every round, as the paper does.
+      adaptive: draft only what pays, by the costs of passes, as rounds take them, and by what was accepted so far.
+        False drafts in every round, as the paper does.
       layers: a fixed set, such as "attention=1,3-5;mlp=2", or "none"; empty to search for one. Settings of the search
         are refused beside it.
       steps: S, most steps of the search.
