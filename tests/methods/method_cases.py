@@ -149,6 +149,9 @@ class Untimed(CostFilter):
     def read(self, *_, **__):
         return None
 
+    def asks_plain(self):
+        return False
+
 
 @functools.cache
 def engine_of(case):

@@ -162,7 +162,8 @@ def make_pair(
     engine.prepare()
     engine.calibrate(params)
     if isinstance(method, Auto):
-        engine.runner.filter.read = lambda *_, **__: None  # rounds that follow a clock are not the same twice
+        # Rounds that follow a clock are not the same twice.
+        engine.runner.filter.read, engine.runner.filter.asks_plain = lambda *_, **__: None, lambda: False
     return Pair(engine, params)
 
 

@@ -56,7 +56,7 @@ class AutoChoice(Choice):
     """The costs by which `auto` decides; their unit is a target pass of one row.
 
     Attributes:
-      figures: source of the costs: "given", "measured" or "built in".
+      figures: source of the costs: "given", "measured" or "built in"; "corrected" where times corrected the latter.
       pass_cost: costs of target passes of 1, 2, ... rows.
       round_cost: cost of a round apart from its passes.
       draft_cost: cost of a draft pass; None without a draft model.
@@ -273,7 +273,7 @@ class MeasuringRunner(SpeculativeRunner):
         self.measures = False
         save_costs(self._profile, self.times)
         self.use_costs(self._weigh(self.times))
-        self.filter.begin(self.costs)
+        self.filter = CostFilter(self.costs)
         # The measured rounds say nothing of the texts to come.
         return self.start(0, None)
 
@@ -324,7 +324,9 @@ class MeasuringRunner(SpeculativeRunner):
     def latest_times(self) -> RoundTimes | None:
         """What was measured, as rounds have corrected it."""
         costs, plain_s = self.filter.costs(), self.filter.plain_s
-        return self.times if self.times is None or plain_s is None else self.times.corrected(costs, plain_s)
+        if self.times is None or plain_s is None or costs.source != "measured":
+            return self.times
+        return self.times.corrected(costs, plain_s)
 
     def report(self) -> AutoChoice:
         return AutoChoice(**self.costs.report(), gain=self.filter.gain)

@@ -338,9 +338,11 @@ class SpeculativeRunner(Runner):
         self._begin_rounds(host, request)
         unread = host.pending
         unsettled = loading or plain_first
+        paused = self.filter is not None and not unsettled and self.filter.asks_plain()
         draft, resting = (state.draft, False) if plain_first else self._take_prompt(params, state, room)
         delayed, host.filled = host.filled or host.pending is not unread, False
-        if unsettled:
+        # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
+        if unsettled or (paused and not (shared is not None and self.drafter.rests)):
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
             if host.begin is not None:
                 draft, host.begin = host.begin(draft, state.verified), None
@@ -350,14 +352,16 @@ class SpeculativeRunner(Runner):
                     host.filled = host.pending is not unread
                 draft = self.drafter.skip(params, draft, state.verified)
             self.drafter.rest(resting)
-            host.dispatched.append((False, delayed))
+            host.dispatched.append((not unsettled, delayed))
             return SpeculativeState(target, draft, verified, host), round_, min_tokens
-        self.drafter.rest(resting)
+        self.drafter.rest(resting or paused)
         host.dispatched.append((True, delayed))
         if shared is not None:
-            count = min(ROUNDS_PER_DISPATCH, room)
+            count, target = min(ROUNDS_PER_DISPATCH, room), state.target
+            if paused:  # one round decodes as many tokens as a plain dispatch
+                target = dataclasses.replace(target, idle=np.int32(IDLE_ROUNDS))
             target, draft, verified, rounds = self.dispatch_rounds(
-                params, state.target, draft, state.verified, request, count
+                params, target, draft, state.verified, request, count
             )
             return SpeculativeState(target, draft, verified, host), rounds, count
         target, draft, batch = self.drafter.draft(params, state.target, draft, state.verified, request)

@@ -27,6 +27,10 @@ DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.05, 0.12
 # A dispatch that is off by more than so many standard deviations counts as one that is off by as many. In sums of
 # seconds, one that takes more than so many times what is expected counts as that long, such as a paused consumer's.
 MOST_OFF, OUTLIER = 2.0, 10.0
+# Dispatches whose median sets the scale: each alone may be a paused consumer's, or the one after it. A plain dispatch
+# is asked for after 8, 16, 32, ... and at most so many without one: drafts alone do not say what they cost beside plain
+# decoding, since a slow machine looks like dear drafts.
+FIRST_SCALES, FIRST_PLAIN, PLAIN_EVERY = 3, 8, 64
 # Tokens that a draft has to take after a round with a draft, and so many that such a draft says nothing of others.
 USUALLY_LACKING, MOST_LACKING = 2, 64
 # Dispatches that are taken in together, once the scale is known: each alone takes several times as long, on a core that
@@ -81,22 +85,24 @@ class CostFilter:
     has none before it and is not timed.
     """
 
-    def __init__(self, costs: CostModel, now: Callable[[], float] = hosts.clock, together: int = TAKEN_TOGETHER):
+    def __init__(
+        self, costs: CostModel, now: Callable[[], float] = hosts.clock, *, together: int = TAKEN_TOGETHER,
+        catches_up: bool = True, asks: bool = True,
+    ):  # fmt: skip
         """`costs` are corrected; nothing was observed. So many dispatches are taken in `together`.
 
-        `now` tells the time in seconds; tests give their own.
+        `catches_up`: a draft first takes the tokens of the rounds without it. `asks`: plain dispatches may be asked
+        for. `now` tells the time in seconds; tests give their own.
         """
-        self.now, self._together = now, together
+        self.now, self._together, self._catches_up, self._asks = now, together, catches_up, asks
         self.total_s = 0.0  # seconds of timed dispatches
         # Seconds of passes that ran before rounds and are none of theirs, such as steps of a search; their number.
         self.spent_s, self.passes = 0.0, 0
         self._drafted = np.zeros(2)  # tokens and seconds of dispatches with drafts
         self._last: float | None = None
         self._kept: list[Dispatch] = []
-        self.begin(costs)
-
-    def begin(self, costs: CostModel) -> None:
-        """Correct other costs: what was observed of drafts says nothing of them."""
+        self._without_plain, self._plain_wait = 0, FIRST_PLAIN  # dispatches, and after how many one is asked for
+        self._scales: list[float] = []  # seconds of a plain token by the first dispatches
         self._costs = costs
         self._lacks = 0  # tokens that the draft has not taken yet
         size = costs.passes.size
@@ -109,8 +115,22 @@ class CostFilter:
         self._spread = np.zeros((0, 0))
 
     def begin_text(self) -> None:
-        """Another text starts: the time until its first read is not a dispatch's."""
-        self._last = None
+        """Another text starts: the time until its first read is not a dispatch's, and its draft lacks nothing."""
+        self._last, self._lacks = None, 0
+
+    def rescale_draft(self, factor: float) -> None:
+        """Drafts are made in another way from now on, by which a pass costs `factor` times as much."""
+        self._costs = dataclasses.replace(self.costs(), draft=self.costs().draft * factor)
+        if self._seconds is not None:
+            self._seconds[2] *= factor
+
+    def asks_plain(self) -> bool:
+        """Whether the next dispatch should be one of plain decoding, to be timed; counts it."""
+        self._without_plain += 1
+        if not self._asks or self._without_plain <= self._plain_wait:
+            return False
+        self._without_plain, self._plain_wait = 0, min(2 * self._plain_wait, PLAIN_EVERY)
+        return True
 
     def read(self, outputs: Sequence[StepOutput], *, settled: bool = True, delayed: bool = False) -> CostModel | None:
         """A dispatch was read now; not `settled`, its time says nothing, nor that of the next. See `observe`."""
@@ -126,7 +146,7 @@ class CostFilter:
         return None if self._seconds is not None and len(self._kept) < self._together else self.costs()
 
     def _take_in(self, outputs: Sequence[StepOutput], seconds: float | None, delayed: bool) -> None:
-        """Correct the parts by a dispatch; the first one sets the scale.
+        """Correct the parts by a dispatch; the first ones set the scale.
 
         Drafts that took very many tokens first are left out: how many these were is not certain.
         """
@@ -134,14 +154,17 @@ class CostFilter:
         for output in outputs:
             amounts += self._amounts(output)
             lacking = max(lacking, self._lacks if output.draft_passes else 0)
-            self._lacks = len(output.tokens) + (0 if output.draft_passes else self._lacks)
+            if self._catches_up:
+                self._lacks = len(output.tokens) + (0 if output.draft_passes else self._lacks)
         if not seconds or lacking > MOST_LACKING or not amounts.any():
             return
         each = self._seconds
         if each is None:
-            if delayed:
+            if not delayed:
+                self._scales.append(seconds / float(amounts @ self._relative()))
+            if len(self._scales) < FIRST_SCALES:
                 return
-            each = self._begin(seconds, amounts)
+            each = self._begin(statistics.median(self._scales))
         expected = float(amounts @ each)
         self.total_s += min(seconds, OUTLIER * expected)
         if delayed:
@@ -149,7 +172,9 @@ class CostFilter:
             self.passes += 1
             self._seconds = each
             return
-        if amounts[2:].any():
+        if not amounts[2:].any():
+            self._without_plain = 0
+        else:
             self._drafted += sum(len(output.tokens) for output in outputs), min(seconds, OUTLIER * expected)
         drift = DRIFT * np.array([each[0], each[0], each[2], each[0], *each[4:]])
         self._spread += DRIFT_TOGETHER**2 * np.outer(each, each) + np.diag(drift**2)
@@ -169,10 +194,14 @@ class CostFilter:
             self._take_in(*dispatch)
         if self._seconds is None:
             return self._costs
-        round_, draft, overhead, *rows = (self._seconds[1:] / self._seconds[0]).tolist()
+        # Rounded, so that hosts of unlike processors, whose sums end otherwise, use the same figures.
+        round_, draft, overhead, *rows = np.round(self._seconds[1:] / self._seconds[0], 4).tolist()
         # Fewer rows never cost more than more.
         passes = self._costs.passes[0] + self._shares @ np.minimum.accumulate(rows[::-1])[::-1]
-        return dataclasses.replace(self._costs, passes=passes, draft=draft, draft_overhead=overhead, round=round_)
+        source = self._costs.source.replace("built in", "corrected")
+        return dataclasses.replace(
+            self._costs, passes=passes, draft=draft, draft_overhead=overhead, round=round_, source=source
+        )
 
     @property
     def plain_s(self) -> float | None:
@@ -183,18 +212,23 @@ class CostFilter:
     def gain(self) -> float | None:
         """Speed of all dispatches with drafts over that of plain decoding; None before any was timed."""
         tokens, seconds = self._drafted.tolist()
-        return tokens / seconds * self.plain_s if seconds and self.plain_s is not None else None
+        plain_s = self.plain_s and self.plain_s * float(self.costs().rounds[0])
+        return tokens / seconds * plain_s if seconds and plain_s else None
 
-    def _begin(self, seconds: float, amounts: np.ndarray) -> np.ndarray:
-        costs, knots = self._costs, self._knots[1:]
-        rows = costs.passes[knots] - costs.passes[0]
-        begun = np.array([1.0, costs.round, costs.draft, costs.draft_overhead, *rows])
+    def _relative(self) -> np.ndarray:
+        """The parts by the costs that it began with, in plain tokens."""
+        costs = self._costs
+        rows = costs.passes[self._knots[1:]] - costs.passes[0]
+        return np.array([1.0, costs.round, costs.draft, costs.draft_overhead, *rows])
+
+    def _begin(self, plain_s: float) -> np.ndarray:
+        costs, knots, begun = self._costs, self._knots[1:], self._relative()
+        rows = begun[4:]
         apart = [PLAIN, ROUND * max(1.0, costs.round), DRAFT * costs.draft, OVERHEAD, *(FURTHER[0] + FURTHER[1] * rows)]
         each, all_ = (
             np.append(np.zeros(4), part) for part in (FURTHER_TOGETHER[0] * knots, FURTHER_TOGETHER[1] * rows)
         )
         together = (np.outer(part, part) for part in (TOGETHER * begun, each, all_))
-        plain_s = seconds / float(amounts @ begun)
         self._spread = plain_s**2 * (np.diag(np.square(apart)) + sum(together))
         return plain_s * begun
 

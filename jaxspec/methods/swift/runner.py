@@ -69,11 +69,11 @@ class SwiftRunner(SpeculativeRunner):
     filter: CostFilter
 
     def __init__(
-        self, target: Placement, tokens: int, search: LayerSearch, costs: CostModel, chain: ChainSettings, *,
+        self, target: Placement, tokens: int, search: LayerSearch, times: CostFilter | None, chain: ChainSettings, *,
         fixed: LayerSet | None, file: LayerStore | None, task: str,
         share: float, branching: bool,
     ):  # fmt: skip
-        """Declare the programs for sequences of up to `tokens` tokens; `search` and `costs` may be in use for long.
+        """Declare the programs for sequences of up to `tokens` tokens; `search` and `times` may be in use for long.
 
         `fixed` layers are not searched for. A search is stored in `file` under the name `task`. Scoring takes at most
         `share` of the time; 1 scores after every round. `branching` skips blocks by branches on the device.
@@ -81,12 +81,14 @@ class SwiftRunner(SpeculativeRunner):
         self.search, self._fixed, self._file, self._task = search, fixed, file, task
         self.share, self._searches = share, fixed is None and share != 0 and search.has_choice
         layers, window = fixed or search.layers, search.settings.window
-        costs = dataclasses.replace(costs, draft=relative_set_cost(target, layers))
+        if times is None:
+            costs = CostModel.of(target, chain.num_rows, draft=relative_set_cost(target, layers))
+            times = CostFilter(costs, together=1, catches_up=False, asks=chain.adaptive)
         super().__init__(
             target, tokens,
-            lambda verified: SelfDrafter(target, self.slots, verified, chain, costs, layers, branching),
+            lambda verified: SelfDrafter(target, self.slots, verified, chain, times.costs(), layers, branching),
             max_path=chain.length + 1, num_rows=max(chain.num_rows, window), rule=match, dynamic_rows=True,
-            costs=CostFilter(costs, together=1),
+            costs=times,
         )  # fmt: skip
         self._pass_cost = float(pass_costs(target, window)[-1])
         self._pending: collections.deque[tuple[HostText, LayerSet, jax.Array]] = collections.deque()
@@ -112,12 +114,13 @@ class SwiftRunner(SpeculativeRunner):
     ) -> tuple[SpeculativeState, Round, int]:
         """One round; a scoring pass runs after it on the devices."""
         text = _text(state)
+        before = self.drafter.layers
         if self._searches and self.drafter.adopt(self.search.layers):
             # What was learned of the other set says nothing of this one.
             state = dataclasses.replace(state, draft=self.drafter.start(0, None))
-            cost = relative_set_cost(self.executor.placement, self.search.layers)
-            self.use_costs(dataclasses.replace(self.costs, draft=cost))
-            self.filter.begin(self.costs)
+            was, cost = (relative_set_cost(self.executor.placement, one) for one in (before, self.drafter.layers))
+            self.filter.rescale_draft(cost / was)
+            self.use_costs(self.filter.costs())
         state, round_, least = super().round(params, state, request, room)
         start = self._find_window(text) if self._searches and self._is_due() else None
         text.scored.append(start is not None)
@@ -177,7 +180,7 @@ class SwiftRunner(SpeculativeRunner):
             return False
         if share == 1:
             return True
-        # Before one was measured, by its rows.
+        # Before one was measured, by its rows; delayed rounds count once the scale is known.
         plain_s = times.plain_s
         cost = times.spent_s / times.passes if times.passes else plain_s and self._pass_cost * plain_s
         return cost is not None and (1 + len(self._pending)) * cost <= share * search.decoded_s - search.spent_s

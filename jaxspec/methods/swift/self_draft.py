@@ -140,7 +140,9 @@ class SelfDrafter(Drafter):
             return program
 
         def restart(memory):
-            return dataclasses.replace(memory, count=jnp.int32(0), idle=jnp.int32(0))
+            # What becomes of the last draft is not known.
+            stats = dataclasses.replace(memory.stats, latest=jnp.zeros(3))
+            return dataclasses.replace(memory, stats=stats, count=jnp.int32(0), idle=jnp.int32(0))
 
         def skip(memory, verified):
             idle = memory.idle + verified.count

@@ -8,7 +8,6 @@ from typing import ClassVar
 from jaxspec.errors import ConfigError
 from jaxspec.files import checkpoint_digest
 from jaxspec.methods.base import NO_STORE, Method, Store
-from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.settings import check_flag, check_layers, check_range, log_threshold
@@ -137,13 +136,13 @@ class Swift(Method):
         """The runner; its search goes on from that of `previous`, else from the layer file."""
         target, file = models.target, self._file(models.target, store)
         if isinstance(previous, SwiftRunner):
-            search, costs = previous.search, previous.costs
+            search, times = previous.search, previous.filter
         else:
-            search, costs = self._begin_search(target), CostModel.of(target, self.num_rows)
+            search, times = self._begin_search(target), None
             if file is not None:
                 file.load(self.task, search)
         return SwiftRunner(
-            target, tokens, search, costs, self._chain, fixed=self._fixed(target), file=file, task=self.task,
+            target, tokens, search, times, self._chain, fixed=self._fixed(target), file=file, task=self.task,
             share=self.share, branching=self._branches(target),
         )  # fmt: skip
 
