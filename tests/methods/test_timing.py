@@ -279,7 +279,8 @@ def test_the_first_turn_warms_up_and_is_dropped():
 
 def test_figures_stay_possible():
     costs = CostFilter(BELIEVED)
-    for seconds in (PLAIN_S, PLAIN_S, 1e-9, 1e3, 0.0, *[1e-7] * 50):
+    costs.observe(Dispatch([PLAIN], 4 * PLAIN_S))
+    for seconds in (PLAIN_S, 1e-9, 1e3, 0.0, *[1e-7] * 50):
         costs.observe(Dispatch(rounds_of(np.random.default_rng(3)), seconds))
         costs.observe(Dispatch([StepOutput((1,), (0.0,))], seconds))
         found = costs.costs()
