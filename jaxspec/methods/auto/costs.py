@@ -323,7 +323,7 @@ class MeasuringRunner(SpeculativeRunner):
 
     def latest_times(self) -> RoundTimes | None:
         """What was measured, as rounds have corrected it."""
-        costs, plain_s = self.filter.costs(), self.filter.plain_s
+        costs, plain_s = self.filter.costs(optimism=0.0), self.filter.plain_s
         if self.times is None or plain_s is None or costs.source != "measured":
             return self.times
         return self.times.corrected(costs, plain_s)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxspec.methods.core.cost_model import PRIOR_MEAN, CostModel, expect_draft
+from jaxspec.methods.core.cost_model import OPTIMISM, PRIOR_MEAN, CostModel, expect_draft
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.runtime import hosts
 
@@ -187,15 +187,20 @@ class CostFilter:
         # A part is never free, but for what rounds, rows and drafts cost beyond their other parts.
         self._seconds = np.maximum(each, least)
 
-    def costs(self) -> CostModel:
-        """The costs, corrected by all that was kept; those that it began with while nothing was observed."""
+    def costs(self, optimism: float = OPTIMISM) -> CostModel:
+        """The costs, corrected by all that was kept; those that it began with while nothing was observed.
+
+        Further rows cost so many standard deviations less: numbers of rows of which little is known are tried.
+        """
         kept, self._kept = self._kept, []
         for dispatch in kept:
             self._take_in(*dispatch)
         if self._seconds is None:
             return self._costs
+        seconds = self._seconds.copy()
+        seconds[4:] = np.maximum(seconds[4:] - optimism * self._spread.diagonal()[4:] ** 0.5, 0.1 * seconds[4:])
         # Rounded, so that hosts of unlike processors, whose sums end otherwise, use the same figures.
-        round_, draft, overhead, *rows = np.round(self._seconds[1:] / self._seconds[0], 4).tolist()
+        round_, draft, overhead, *rows = np.round(seconds[1:] / seconds[0], 4).tolist()
         # Fewer rows never cost more than more.
         passes = self._costs.passes[0] + self._shares @ np.minimum.accumulate(rows[::-1])[::-1]
         source = self._costs.source.replace("built in", "corrected")
