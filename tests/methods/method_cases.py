@@ -20,7 +20,7 @@ from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import STEPS_OF_SMALL, ModelParams, Models, read_rounds
 from jaxspec.methods.core.runner import HostState
 from jaxspec.methods.core.sequence import CHUNKS
-from jaxspec.methods.core.timing import CostFilter, Worth
+from jaxspec.methods.core.timing import RoundTimer, Worth
 from jaxspec.methods.core.tree_round import SYNC_ROWS, tree_rows
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.sampled_tree import SampledShape
@@ -143,14 +143,11 @@ def models_of(case):
     return Models(target, draft_placement(case.family, case.degree, case.geometry))
 
 
-class Untimed(CostFilter):
-    """Costs that times do not correct: rounds that follow a clock are not the same twice."""
+class Untimed(RoundTimer):
+    """Every round may draft: rounds that follow a clock are not the same twice. It stays where the caches grow."""
 
-    def read(self, *_, **__):
-        return None
-
-    def asks_plain(self):
-        return False
+    def may_draft(self):
+        return True
 
 
 @functools.cache
@@ -166,7 +163,7 @@ def engine_of(case):
     engine = Engine(models, case.method, context)
     engine.prepare()
     if isinstance(case.method, Auto):
-        engine.runner.filter = Untimed(engine.runner.costs)
+        engine.runner.timer = Untimed()
     return engine
 
 
@@ -182,7 +179,7 @@ def forget_drafts(case):
     """Begin the next text with nothing learned of a draft: other tests share the engine, with other drafts."""
     engine_of(case)._idle.clear()
     if isinstance(case.method, Auto):
-        engine_of(case).runner.worths = Worth(), Worth()
+        engine_of(case).runner.worths = Worth(1.0), Worth(1.0)
 
 
 def run(engine, params, prompt, count, seed=0, **sampling):

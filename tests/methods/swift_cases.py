@@ -94,10 +94,10 @@ def params_of(family, degree=1, gain=0.3, layers=(1, 2, 3, 4)):
 
 
 def engine_with(method, family="llama", degree=1, store=NO_STORE, context=CONTEXT):
-    """An engine whose rounds follow a clock of its own."""
+    """An engine whose timer has a clock of its own."""
     engine = Engine(models_of(family, degree), method, context, store)
     engine.prepare()
-    runner_of(engine).filter.now = StepClock()
+    runner_of(engine).timer.now = StepClock()
     return engine
 
 

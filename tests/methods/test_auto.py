@@ -45,11 +45,9 @@ from jaxspec.methods.core.cost_model import (
     CLASSES,
     COPIES,
     EDGES,
-    FIRST_PATIENCE,
     FIXED_DRAFT_COST,
     FORGETTING,
     KINDS,
-    LONGEST_PATIENCE,
     OTHERS,
     PRIOR_RATE,
     PRIOR_WEIGHT,
@@ -64,7 +62,7 @@ from jaxspec.methods.core.cost_model import (
     weigh_prospect,
 )
 from jaxspec.methods.core.round import STEPS_OF_SMALL, ModelParams
-from jaxspec.methods.core.tree_round import SYNC_ROWS
+from jaxspec.methods.core.tree_round import FIRST_PATIENCE, LONGEST_PATIENCE, SYNC_ROWS
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.models.quantization import Storage
 from jaxspec.runtime.mesh import plan_mesh
@@ -434,7 +432,7 @@ def test_without_a_draft_it_is_prompt_lookup():
     cases = Case("llama", 1, "none", Auto(round_cost=0)), LLAMA_LOOKUP
     # Engines that learned nothing from the texts of other tests.
     engines, params = [engine_of.__wrapped__(case) for case in cases], params_of(LLAMA_LOOKUP, "copy")
-    engines[0].runner.weighs = False  # else the first token waits for no copies
+    engines[0].runner.timer = None  # with one, the first token waits for no copies
     for prompt, sampling in ((LONG_PROMPT, "greedy"), (PROMPT, "T=1"), (LONG_PROMPT, "cuts")):
         rounds, others = (run(engine, params, prompt, 60, seed=3, **SAMPLINGS[sampling]) for engine in engines)
         assert rounds == others

@@ -19,6 +19,7 @@ from jaxspec.methods.auto.profiles import (
     find_costs,
     load_costs,
     load_learned,
+    measured_rows,
     save_costs,
     save_learned,
 )
@@ -26,7 +27,7 @@ from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
 from jaxspec.methods.core.cost_model import KINDS, LAWS, PRIOR_MEAN, CostModel, fill_rows
 from jaxspec.methods.core.round import read_rounds
-from jaxspec.methods.core.timing import measured_rows
+from jaxspec.methods.core.timing import HOPE
 from jaxspec.runtime import hosts
 from jaxspec.runtime.store import limit, program_files
 
@@ -177,7 +178,7 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     again = make_engine(store)
     assert not again.runner.measures and again.runner.report() == report
     for worth in engine.runner.worths:
-        assert worth.gain(costs, 8) > costs.gain(*costs.best_chain(PRIOR_MEAN, 8))
+        assert worth.gain == pytest.approx(HOPE * costs.chain_gain(PRIOR_MEAN, 8), rel=1e-3)
     # Figures of one's own come first, and nothing is measured where all are given.
     own = make_engine(store, CASE._replace(method=Auto(round_cost=0.5))).runner.report()
     assert own.figures == "given, rest measured" and own.round_cost == 0.5
@@ -192,7 +193,7 @@ def test_the_tokens_are_plain_decodings_after_a_measurement(clocked):
     rounds = run(engine, params, PROMPT, 40, seed=3)
     assert engine.runner.report().figures == "measured"
     assert tokens_of(rounds)[:40] == tokens_of(plain(CASE.family, PROMPT, 40, 3))[:40]
-    assert engine.runner.filter.gain is None or engine.runner.filter.gain > 0
+    assert engine.runner.timer.gain is None or engine.runner.timer.gain > 0
 
 
 @pytest.mark.thorough
@@ -262,14 +263,14 @@ def test_costs_are_corrected_by_rounds_and_kept(clocked, store):
     params = params_of(CASE, "copy")
     engine.calibrate(params)
     measured = engine.runner.times
-    engine.runner.filter.now = itertools.count(0, 0.05).__next__
+    engine.runner.timer.now = itertools.count(0, 0.05).__next__
     run(engine, params, PROMPT, 200, seed=3)
     again = make_engine(store)
     assert not again.runner.measures and again.runner.report().figures == "measured"
     assert again.runner.times.plain_s > 2 * measured.plain_s
     assert list(again.runner.times.verify_s) == list(measured.verify_s)
     grown = CASE.method.bind(models_of(CASE), 120, store, engine.runner)
-    assert grown.latest_times().plain_s > 2 * measured.plain_s
+    assert grown.times.plain_s > 2 * measured.plain_s
 
 
 @pytest.mark.thorough
@@ -279,7 +280,7 @@ def test_costs_of_a_busy_machine_are_corrected(store):
     engine = make_engine(store)
     begun = engine.runner.report()
     assert (begun.figures, begun.round_cost, begun.draft_cost) == ("measured", 3.1, 0.1)
-    engine.runner.filter.now = itertools.count(0, 0.04).__next__  # a dispatch of four tokens of 10 ms
+    engine.runner.timer.now = itertools.count(0, 0.04).__next__  # a dispatch of four tokens of 10 ms
     drafted = 0
     for _ in range(2):
         rounds = run(engine, params_of(CASE, "copy"), PROMPT, 200, seed=3)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -305,7 +304,7 @@ def good_block():
     ids=lambda method: method.name,
 )
 def test_a_good_block_is_always_accepted(method, monkeypatch):
-    monkeypatch.setattr("jaxspec.methods.core.runner.CostFilter", Untimed)
+    monkeypatch.setattr("jaxspec.methods.auto.settings.RoundTimer", Untimed)
     placement, params = good_block()
     engine = Engine(Models(Placement(FAMILIES["llama"], plan_mesh(1), FLOAT32), placement), method, 250)
     engine.prepare()
@@ -357,16 +356,35 @@ def test_what_a_draft_is_fed_is_what_the_reference_is_fed():
         assert np.asarray(steps.state.draft.tree.child_token)[:4, 0].tolist() == drafted
 
 
-def rest_in_turn(monkeypatch, drafter):
-    """The model rests in two rounds of three."""
-    rounds, rest = itertools.count(1), drafter.rest
-    monkeypatch.setattr(drafter, "rest", lambda _: rest(next(rounds) % 3 > 0))
+class Turns:
+    """In place of the timer: two rounds of plain decoding, then one that may draft."""
+
+    latest_s = plain_s = None
+
+    def __init__(self):
+        self.rounds = 0
+
+    def begin_text(self):
+        return None
+
+    def may_draft(self):
+        self.rounds += 1
+        return self.rounds % 3 == 0
+
+    def observe(self, *outputs, allowed, delayed=False):
+        return None
+
+    def leave_out(self):
+        return None
+
+    def forget_drafts(self):
+        return None
 
 
 @pytest.mark.thorough
 def test_plain_rounds_feed_the_draft_too(monkeypatch):
     """Rounds of plain decoding, of one and of several tokens, leave the draft where drafted ones do."""
-    rest_in_turn(monkeypatch, engine_of(FED_AUTO).runner.drafter)
+    monkeypatch.setattr(engine_of(FED_AUTO).runner, "timer", Turns())
     monkeypatch.setattr(engine_of(FED_AUTO).runner, "worth_taking", lambda *_: 0.0)
     forget_drafts(FED_AUTO)
     for index, sampling in enumerate(("greedy", "T=1")):
@@ -412,6 +430,7 @@ def counting_fills(monkeypatch, runner, worth):
 def test_the_draft_takes_a_prompt_once_that_is_little_beside_the_answer(case, monkeypatch):
     runner, params = engine_of(case).runner, params_of(case, "copy")
     forget_drafts(case)
+    monkeypatch.setattr(runner, "timer", Turns())
     taken = counting_fills(monkeypatch, runner, 20.0)
     expected = tokens_of(plain("llama", LONG_PROMPT, 88, 2))
     assert tokens_of(run(engine_of(case), params, LONG_PROMPT, 12, 2)) == expected[:12] and not taken
@@ -423,6 +442,7 @@ def test_the_draft_takes_a_prompt_once_that_is_little_beside_the_answer(case, mo
 def test_a_draft_lacks_what_is_decoded_meanwhile_as_far_as_it_is_kept(monkeypatch):
     runner, asked = engine_of(FED_AUTO).runner, []
     forget_drafts(FED_AUTO)
+    monkeypatch.setattr(runner, "timer", Turns())
     monkeypatch.setattr(runner, "worth_taking", lambda *given: (asked.append(given), np.inf)[1])
     run(engine_of(FED_AUTO), params_of(FED_AUTO, "copy"), PROMPT[:3], 155, 2, temperature=1.0)
     laws, lacking, most = zip(*asked, strict=True)

@@ -96,17 +96,15 @@ def test_a_dispatch_ends_with_its_tokens_and_the_text():
     assert len(read_rounds(round_)) == 1
 
 
-def test_a_plain_dispatch_that_is_asked_for_is_one_plain_round(monkeypatch):
+def test_a_dispatch_that_may_not_draft_is_one_plain_round(monkeypatch):
     """Its time is that of plain decoding, whatever the rounds before it drafted."""
-    runner, asked, seen = engine_of(LLAMA_AUTO).runner, [], []
+    runner, timer, seen = engine_of(LLAMA_AUTO).runner, Untimed(), []
     forget_drafts(LLAMA_AUTO)
-    times, turns = Untimed(runner.costs), itertools.cycle([False, True])
-    times.asks_plain = lambda: asked.append(next(turns)) or asked[-1]
-    times.read = lambda outputs, settled, delayed: seen.append(outputs) if settled else None
-    monkeypatch.setattr(runner, "filter", times)
+    timer.may_draft = itertools.cycle([True, True, False]).__next__
+    timer.observe = lambda *outputs, allowed, delayed: seen.append((allowed, outputs))
+    monkeypatch.setattr(runner, "timer", timer)
     run(engine_of(LLAMA_AUTO), params_of(LLAMA_AUTO, "copy"), PROMPT, 120, 3, temperature=1.5)
-    plain = [outputs for wanted, outputs in zip(asked, seen, strict=False) if wanted]
-    plain = [outputs for outputs in plain[:-1] if not any(one.drafted for one in outputs)]
+    plain = [outputs for allowed, outputs in seen[:-1] if not allowed and not any(one.drafted for one in outputs)]
     assert len(plain) > 1 and all([len(one.tokens) for one in outputs] == [STEPS_OF_SMALL] for outputs in plain)
 
 

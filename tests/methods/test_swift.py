@@ -82,7 +82,7 @@ def test_a_share_of_one_steps_in_every_round():
     assert len(rounds) - first - 2 <= search.steps <= len(rounds)
     scores = [score for _, score in search.history]
     assert scores == sorted(set(scores)) and scores[-1] == search.matchness
-    assert search.passes >= search.steps
+    assert runner_of(engine).timer.passes >= search.steps
 
 
 @pytest.mark.slow
@@ -246,13 +246,14 @@ def test_the_search_takes_its_share_of_the_time(monkeypatch):
     runner = runner_of(engine)
     for share in (0.0, 0.05, 0.3):
         monkeypatch.setattr(runner, "share", share)
-        monkeypatch.setattr(runner.filter, "now", StepClock())
-        search, passes = restart_search(engine, interval=10_000), 0
+        monkeypatch.setattr(runner.timer, "now", StepClock())
+        passes = runner.timer.passes
+        search = restart_search(engine, interval=10_000)
         for seed in range(2):
             for output in rounds_of(engine, params_of("llama"), PROMPT, 120, seed, temperature=1.0):
                 assert output.tokens
-                runner.filter.now.seconds += search.passes > passes
-                passes = search.passes
+                runner.timer.now.seconds += runner.timer.passes > passes
+                passes = runner.timer.passes
         scored.append(search.steps)
         # What a pass takes is known after it: the first may be longer than was thought.
         assert search.spent_s <= share * search.decoded_s + 1
@@ -325,6 +326,7 @@ def test_a_search_outlives_runners_and_processes(tmp_path):
     assert before > 3
     engine.prepare(150)
     assert runner_of(engine) is not old and runner_of(engine).search is old.search
+    assert runner_of(engine).timer is old.timer
     assert tokens_of(run(engine, params_of("llama"), PROMPT, 60)) == plain_tokens("llama", PROMPT, 60)
     assert old.search.steps > before
     again = EAGER.configure(models_of("llama"), store).bind(models_of("llama"), 100, store)

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
-from jaxspec.methods.auto.profiles import RoundTimes, load_learned, save_costs, save_learned
-from jaxspec.methods.core.cost_model import LAWS, CostModel
+from jaxspec.methods.auto.online import CostFilter, differ
+from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
+from jaxspec.methods.core.cost_model import LAWS, PRIOR_MEAN, CostModel
 from jaxspec.methods.core.round import (
     STEPS_PER_DISPATCH,
     ModelParams,
@@ -27,7 +28,7 @@ from jaxspec.methods.core.round import (
 )
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.sequence import CHUNKS, SequenceState
-from jaxspec.methods.core.timing import CostFilter, Worth, measured_rows, own_drafts
+from jaxspec.methods.core.timing import Worth
 from jaxspec.methods.core.verify import Draft, chain_draft
 from jaxspec.results import Choice
 from jaxspec.runtime.transfer import place, zeros_of
@@ -56,12 +57,12 @@ class AutoChoice(Choice):
     """The costs by which `auto` decides; their unit is a target pass of one row.
 
     Attributes:
-      figures: source of the costs: "given", "measured" or "built in"; "corrected" where times corrected the latter.
+      figures: source of the costs: "given", "measured" or "built in".
       pass_cost: costs of target passes of 1, 2, ... rows.
       round_cost: cost of a round apart from its passes.
       draft_cost: cost of a draft pass; None without a draft model.
       draft_overhead: cost of a draft apart from its passes; None without a draft model.
-      gain: speed of dispatches with drafts over plain decoding; None before any was timed.
+      gain: speed of drafted rounds over plain decoding; None before both were measured.
     """
 
     figures: str
@@ -241,8 +242,6 @@ class MeasuringRunner(SpeculativeRunner):
     What is learned of drafts is kept for later processes.
     """
 
-    filter: CostFilter
-
     def __init__(
         self, *arguments: Any, profile: Path | None, times: RoundTimes | None, length: int,
         weigh: Callable[[RoundTimes | None], CostModel], num_rows: int, **settings: Any,
@@ -250,17 +249,19 @@ class MeasuringRunner(SpeculativeRunner):
         """See `SpeculativeRunner`; `profile` is the file for what is measured, None to measure nothing.
 
         `times` were measured before. `length` is that of the longest chain, 0 without a draft. `weigh` makes the
-        costs that rounds are weighed with of what was measured.
+        `costs` that rounds are weighed with of what was measured.
         """
-        super().__init__(*arguments, num_rows=num_rows, costs=weigh(times), **settings)
+        super().__init__(*arguments, num_rows=num_rows, **settings)
         self._num_rows, self._length, self._weigh = num_rows, length, weigh
         self._profile = profile if spare_slots(self.slots, num_rows, self.steps) >= 0 else None
         self.times = times
         self.drafter.learned = None if profile is None else load_learned(profile)
         self._tokens, self._keep_at = 0, WORTH_KEEPING
         # One is for greedy texts, and one for sampled ones.
-        asked = np.zeros((LAWS, 4)) if self.drafter.learned is None else self.drafter.learned["asked"]
-        self.worths = tuple(map(Worth, asked))
+        self.worths, learned = (Worth(), Worth()), self.drafter.learned
+        self._usual = np.zeros((LAWS, 4)) if learned is None else learned["asked"]
+        self._use(weigh(times))
+        self._filter = CostFilter(self.costs)
         small = count_bytes(self.executor.placement.params()) <= MOST_BYTES
         self.measures = self._profile is not None and small and times is None
         if self.measures:
@@ -272,15 +273,16 @@ class MeasuringRunner(SpeculativeRunner):
         self.times = measure_rounds(self, params, state, self._num_rows, self._length, self._weigh(None))
         self.measures = False
         save_costs(self._profile, self.times)
-        self.use_costs(self._weigh(self.times))
-        self.filter = CostFilter(self.costs)
+        self._use(self._weigh(self.times))
+        self._filter = CostFilter(self.costs)
         # The measured rounds say nothing of the texts to come.
         return self.start(0, None)
 
-    def take_over(self, previous: "MeasuringRunner") -> None:
-        """Go on with what a runner of another capacity learned."""
-        self.filter, self.worths = previous.filter, previous.worths
-        self.use_costs(previous.costs)
+    def _use(self, costs: CostModel) -> None:
+        self.costs = costs
+        self.drafter.use_costs(costs)
+        for worth, (n, *usual) in zip(self.worths, self._usual, strict=True):
+            worth.believe(costs.gain(*np.divide(usual, n)) if n else costs.chain_gain(PRIOR_MEAN, self._length))
 
     @property
     def most_taken(self) -> int:
@@ -290,8 +292,7 @@ class MeasuringRunner(SpeculativeRunner):
         return max(CHUNKS[0], int(most))
 
     def worth_taking(self, law: int, tokens: int, most: float) -> float:
-        worth, cost = self.worths[law], self.costs.round + tokens * self._token_taken
-        return worth.taking(cost, worth.gain(self.costs, self._length), most)
+        return self.worths[law].taking(self.costs.round + tokens * self._token_taken, most)
 
     @property
     def _token_taken(self) -> float:
@@ -300,18 +301,17 @@ class MeasuringRunner(SpeculativeRunner):
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
         super().observe(state, outputs)
-        drafts = own_drafts(outputs)
-        if drafts[0]:
-            state.host.asked += drafts
-            self.worths[state.host.law].note(drafts)
+        seconds, plain_s = (None, None) if self.timer is None else (self.timer.latest_s, self.timer.plain_s)
+        state.host.gained += self.worths[state.host.law].note(outputs, seconds, plain_s)
+        costs = self._filter.observe(outputs, seconds) if self.costs.source == "measured" else None
+        if costs is not None and differ(costs, self.costs):
+            self._use(costs)
 
     def close(self, state: SpeculativeState | None) -> None:
         if state is not None and state.host.begun:
             host = state.host
             self._tokens += host.read
-            drafts, *sums = host.asked
-            gained = drafts > 0 and self.costs.gain(*np.divide(sums, drafts)) > 1
-            self.worths[host.law].end_text(host.read - host.copied, taken=host.pending is None, gained=gained)
+            self.worths[host.law].end_text(host.read - host.copied, host.pending is None, host.gained)
             host.pending = None  # the next turn begins without a prompt that was not taken
         if self._profile is None or state is None or self._tokens < self._keep_at:
             return
@@ -323,13 +323,11 @@ class MeasuringRunner(SpeculativeRunner):
 
     def latest_times(self) -> RoundTimes | None:
         """What was measured, as rounds have corrected it."""
-        costs, plain_s = self.filter.costs(optimism=0.0), self.filter.plain_s
-        if self.times is None or plain_s is None or costs.source != "measured":
-            return self.times
-        return self.times.corrected(costs, plain_s)
+        costs, plain_s = self._filter.costs(), self._filter.plain_s
+        return self.times if self.times is None or plain_s is None else self.times.corrected(costs, plain_s)
 
     def report(self) -> AutoChoice:
-        return AutoChoice(**self.costs.report(), gain=self.filter.gain)
+        return AutoChoice(**self.costs.report(), gain=None if self.timer is None else self.timer.total_gain)
 
 
 def _costs_of_drafts(num_rows: int, tokens: int) -> CostModel:

@@ -22,7 +22,6 @@ from jaxspec.files import digest_text, read_json, write_whole
 from jaxspec.methods.base import DeviceChoice, Measured
 from jaxspec.methods.core.cost_model import COPIES, KINDS, LAWS, CostModel, fill_rows
 from jaxspec.methods.core.round import Models
-from jaxspec.methods.core.timing import measured_rows
 from jaxspec.runtime import hosts
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.store import limit, program_files
@@ -31,12 +30,19 @@ from jaxspec.runtime.store.fingerprint import UnknownError, surroundings
 LOG = logging.getLogger(__name__)
 
 COSTS, LEARNED, DEVICES = "jaxspec cost profile 2", "jaxspec learned rates 3", "jaxspec device profile 1"
+# Verified rows that are timed, as far as a batch has so many.
+ROWS = (1, 2, 4, 8, 16, 32, 64)
 # What figures of rounds lie between, in seconds and rows: others are damage, and would not be finite in 32 bits.
 SHORTEST_S, LONGEST_S, LARGEST_BATCH = 1e-9, 1e6, 1024
 # Settings of several devices have to gain so much over those of fewer: less is noise.
 LEAST_GAIN = 1.02
 
 T = TypeVar("T")
+
+
+def measured_rows(num_rows: int) -> list[int]:
+    """Verified rows that are timed for batches of `num_rows` rows."""
+    return sorted({rows for rows in ROWS if rows < num_rows} | {min(num_rows, ROWS[-1])})
 
 
 @dataclasses.dataclass(frozen=True)

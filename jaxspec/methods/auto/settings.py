@@ -1,7 +1,8 @@
 """The default: a draft model's chains and copies of earlier text, as far as they pay, else plain decoding.
 
 What a round may gain is estimated from what became of earlier drafts, what it costs from measured or built-in figures
-(`core/tree_round.py` does that round by round). The times of rounds correct these figures (`core/timing.py`).
+(`drafter.py` does that round by round). Where the host measures that drafts do not pay after all, rounds are those of
+plain decoding for a while (`RoundTimer`).
 """
 
 import dataclasses
@@ -26,9 +27,10 @@ from jaxspec.methods.core.cost_model import (
 from jaxspec.methods.core.drafter import Drafter, block_rows, num_places
 from jaxspec.methods.core.proposals import tree_proposals
 from jaxspec.methods.core.round import Models
-from jaxspec.methods.core.runner import Runner
+from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
 from jaxspec.methods.core.settings import check_range
+from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.tree_drafter import TreeDrafter
 from jaxspec.methods.core.tree_round import SYNC_ROWS, TreeSettings
 from jaxspec.methods.core.verify import match
@@ -149,20 +151,21 @@ class Auto(Method):
         propose = None if draft is None else tree_proposals("noise", draft.vocab, branch)
         given = self.draft_cost and self.pass_cost and self.round_cost is not None
         profile = None if given else find_costs(store.cache_folder, models, self.num_rows)
-        times = previous.times if isinstance(previous, MeasuringRunner) else profile and load_costs(profile)
+        times = previous.latest_times() if isinstance(previous, MeasuringRunner) else profile and load_costs(profile)
         rows = 0 if draft is None else block_rows(draft, self.max_path)
         slots, costs = cache_slots(tokens, max(SYNC_ROWS, self.num_rows, rows)), self.costs(models, times)
 
         def make_drafter(verified: Verified) -> Drafter:
             return TreeDrafter(draft or target, slots, settings, verified, propose=propose, costs=costs)
 
+        timer = previous.timer if isinstance(previous, SpeculativeRunner) else None
         runner = MeasuringRunner(
             target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match, dynamic_rows=True,
-            profile=profile, times=times, length=0 if draft is None else places or length,
+            timer=timer or RoundTimer(), profile=profile, times=times, length=0 if draft is None else places or length,
             weigh=lambda times: self.costs(models, times), draft=draft,
         )  # fmt: skip
         if isinstance(previous, MeasuringRunner):
-            runner.take_over(previous)
+            runner.worths = previous.worths
         return runner
 
 

@@ -22,7 +22,6 @@ from jaxspec.methods.core.cost_model import (
     PlacedCosts,
     class_of,
     keep_best,
-    note_draft,
     place_kind,
     weigh_prospect,
 )
@@ -31,6 +30,7 @@ from jaxspec.methods.core.tree_round import (
     TreeSettings,
     TreeState,
     find_and_join,
+    note_draft,
     take_in,
 )
 from jaxspec.methods.core.verify import Draft
@@ -180,7 +180,7 @@ def _weigh(
     )
     state = dataclasses.replace(state, sequence=dataclasses.replace(sequence, cache=cache), nodes=nodes)
     passes = prospect.wanted.astype(jnp.int32)
-    return note_draft(state, prospect, (candidates.score > -jnp.inf).sum(), passes, idle), Draft(batch, passes)
+    return note_draft(state, prospect, candidates.score, passes, idle), Draft(batch, passes)
 
 
 def _correct(

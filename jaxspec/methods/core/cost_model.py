@@ -67,9 +67,6 @@ USUAL_KEPT, USUAL_WEIGHT, LAWS = 150.0, 12.0, 2
 # A draft is judged by so many standard deviations more tokens than it is expected to bring: what is little known is
 # tried.
 OPTIMISM = 0.5
-# Tokens decoded without the draft model before it is tried again, though it seemed not to pay: the first time. Each
-# further time that it is tried for nothing doubles the number.
-FIRST_PATIENCE, LONGEST_PATIENCE = 32, 1024
 
 # Kinds: first choices, other choices, both again where a copy agrees; then copies, and contradicted copies.
 OTHERS, AGREED, COPIES, CONTRADICTED = CLASSES, 2 * CLASSES, 4 * CLASSES, len(PRIOR_COPY)
@@ -135,12 +132,11 @@ class CostModel:
         """Speed over plain decoding of drafts that bring so many tokens; numbers or arrays."""
         return (1 + brought) / self.spent(rows, passes) * self.rounds[0]
 
-    def best_chain(self, rate: float, length: int) -> np.ndarray:
-        """Tokens that the best chain of 1 to `length` brings, its rows and passes; each is right with chance `rate`."""
-        tokens = np.arange(1.0, min(length, len(self.passes) - 1) + 1)
+    def chain_gain(self, rate: float, length: int) -> float:
+        """`gain` of the best chain of up to `length` tokens, each of which is right with a chance of `rate`."""
+        tokens = np.arange(1, min(length, len(self.passes) - 1) + 1)
         passes = np.ones_like(tokens) if self.one_pass else tokens
-        chains = np.stack([np.cumsum(rate**tokens), tokens, passes])
-        return chains[:, np.argmax(self.gain(*chains))]
+        return float(self.gain(np.cumsum(rate**tokens), tokens, passes).max(initial=0.0))
 
     def place(self, placement: Placement) -> PlacedCosts:
         """The figures on a model's devices."""
@@ -158,17 +154,6 @@ class CostModel:
         known = {"figures": self.source, "pass_cost": self.passes.round(3).tolist(), "round_cost": self.round}
         costs = {"draft_cost": round(self.draft, 4), "draft_overhead": round(self.draft_overhead, 4)}
         return known | (costs if self.draft else {})
-
-
-def expect_draft(known: Any, prior: Any) -> Any:
-    """Tokens that a draft brings, its rows and its passes, arrays [3]: the `prior` where none was made.
-
-    `known` [4] are the number of drafts and the sums of what they brought and took. The tokens are an upper confidence
-    bound: by so many standard deviations, what is little known is tried.
-    """
-    count = known[0] + PRIOR_WEIGHT
-    brought, rows, passes = (known[1:] + PRIOR_WEIGHT * prior) / count
-    return brought + OPTIMISM * (brought / count) ** 0.5, rows, passes
 
 
 def best_count(scores: Array, costs: Array) -> tuple[Array, Array]:
@@ -224,21 +209,6 @@ def weigh_prospect(
     hopeful = jnp.max((1 + length) / alone) > 1 / costs.rounds[0]
     retry = ~pays & (num_copied == 0) & (idle >= patience) & hopeful
     return Prospect(pays | retry, pays, retry, num_copied)
-
-
-def note_draft(state: Any, prospect: Prospect, rows: Array, passes: Array, idle: Array) -> Any:
-    """Remember in a drafter's state a draft of so many rows and passes, and the tokens since the model was asked.
-
-    It says, too, after how many of these the model is asked again for nothing.
-    """
-    backoff = jnp.where(prospect.retry, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
-    counts = prospect.wanted & (prospect.num_copied == 0)
-    return dataclasses.replace(
-        state,
-        stats=state.stats.note_draft(rows, passes, counts),
-        idle=jnp.where(prospect.wanted, 0, idle),
-        patience=jnp.where(prospect.pays, FIRST_PATIENCE, backoff),
-    )
 
 
 def keep_best(candidates: Candidates, costs: Array) -> tuple[Candidates, Array, Array]:
@@ -412,10 +382,16 @@ class AcceptanceStats:
             latest=jnp.zeros(3),
         )
 
-    def usual_draft(self, prior: Array) -> tuple[Array, Array, Array]:
-        """`expect_draft` by the drafts of this text and of earlier ones."""
+    def usual_draft(self, prior: Array) -> Array:
+        """Tokens that a draft brings, its rows and its passes, float32 [3]: the `prior` where none was made.
+
+        The tokens are an upper confidence bound.
+        """
         before = self.usual_asked[self.law]
-        return expect_draft(self.asked + jnp.minimum(1.0, USUAL_WEIGHT / jnp.maximum(before[0], 1.0)) * before, prior)
+        known = self.asked + jnp.minimum(1.0, USUAL_WEIGHT / jnp.maximum(before[0], 1.0)) * before
+        count = known[0] + PRIOR_WEIGHT
+        usual = (known[1:] + PRIOR_WEIGHT * prior) / count
+        return usual.at[0].add(OPTIMISM * jnp.sqrt(usual[0] / count))
 
     def next_text(self) -> "AcceptanceStats":
         """What is known when another text begins: this one is one of several."""

@@ -18,7 +18,6 @@ from jax import Array
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.methods.core.constrained import ConstrainedPasses, ConstrainedSteps
-from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.drafter import Drafter, Pending, Propose
 from jaxspec.methods.core.executor import TargetExecutor, make_executor
 from jaxspec.methods.core.round import (
@@ -32,7 +31,7 @@ from jaxspec.methods.core.round import (
     verified_shapes,
 )
 from jaxspec.methods.core.sequence import IDLE_ROUNDS, PromptStates, SequenceState, cache_slots, fit_kept
-from jaxspec.methods.core.timing import CostFilter, differ
+from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import Draft, Rule, chain_draft, has_ended
 from jaxspec.pytree import pytree, static
 from jaxspec.results import Choice
@@ -149,8 +148,9 @@ class Runner(abc.ABC):
 class HostState:
     """The host's part of one generation's state."""
 
-    # Of each dispatch that was not read yet, whether its time says anything, and whether it waits for another program.
-    dispatched: collections.deque[tuple[bool, bool]] = dataclasses.field(default_factory=collections.deque)
+    # Of each dispatch that was not read yet, whether it could draft, None where its time says nothing; and whether it
+    # waits for the draft to take the prompt.
+    dispatched: collections.deque[tuple[bool | None, bool]] = dataclasses.field(default_factory=collections.deque)
     pending: Pending | None = None  # what the draft has still to take
     begun: bool = False  # whether a round was dispatched
     law: int = 0  # 1 where the answer is sampled, once that is known
@@ -161,7 +161,7 @@ class HostState:
     ahead: Draft | None = None
     read: int = 0  # tokens of rounds that were read
     copied: int = 0  # those of rounds that verified copies alone
-    asked: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(4))  # of its drafts, see `own_drafts`
+    gained: float = 0.0  # tokens that drafts brought less those of their time, where the method knows
 
 
 @pytree
@@ -181,31 +181,28 @@ class SpeculativeRunner(Runner):
 
     def __init__(
         self, target: Placement, tokens: int, make_drafter: Callable[[Verified], Drafter], *, max_path: int,
-        num_rows: int, rule: Rule, dynamic_rows: bool, costs: CostModel | CostFilter | None = None,
+        num_rows: int, rule: Rule, dynamic_rows: bool, timer: RoundTimer | None = None,
         draft: Placement | None = None,
     ):  # fmt: skip
         """Join a drafter to a target for sequences of `tokens` tokens; `make_drafter` takes shapes of a `Verified`.
 
         A batch has `num_rows` (bs) rows, the root included. `max_path` (P) is its longest path and the bonus token.
-        `rule` and `dynamic_rows` are those of `verify`. `costs` are those by which the drafter weighs drafts; they are
-        corrected by the times of rounds, and rounds that cannot draft yet are those of plain decoding. None drafts
-        always. `draft` is the drafter's model: where it is fed hidden states of the target, every round gives them.
+        `rule` and `dynamic_rows` are those of `verify`. Where `timer` finds that drafts do not pay, rounds are those of
+        plain decoding; None drafts always. `draft` is the drafter's model: where it is fed hidden states of the target,
+        every round gives them.
         """
         layers = () if draft is None or draft.cfg.features is None else draft.cfg.features.layers
         max_path = max(max_path, steps_per_dispatch(target))  # a round without a draft needs room, too
         verified = verified_shapes(target, max_path, layers)
         self.slots = cache_slots(tokens, max(verified.tokens.shape[0], num_rows))
-        self.drafter, self.steps = make_drafter(verified), steps_per_dispatch(target)
-        self.filter = CostFilter(costs) if isinstance(costs, CostModel) else costs
-        self.weighs = self.filter is not None
-        if self.filter is not None:
-            self.use_costs(self.filter.costs())
+        self.drafter, self.timer, self.steps = make_drafter(verified), timer, steps_per_dispatch(target)
         self._is_fed = bool(layers)
         self._constrained: ConstrainedPasses | None = None
+        self._law = 0  # of the latest text
         rows = self.drafter.shapes.batch.rows
         self._constraint = functools.partial(ConstrainedPasses, num_rows=rows, dynamic_rows=dynamic_rows, layers=layers)
         self.executor: TargetExecutor = make_executor(
-            target, self.slots, steps=self.steps if self.weighs else 0, max_path=max_path, draft=self.drafter.shapes,
+            target, self.slots, steps=self.steps if timer else 0, max_path=max_path, draft=self.drafter.shapes,
             rule=rule, dynamic_rows=dynamic_rows, idle_steps=self.steps if self.drafter.idles else 0, layers=layers,
             chunk_slots=self.drafter.slots if layers else 0,
         )  # fmt: skip
@@ -223,8 +220,8 @@ class SpeculativeRunner(Runner):
             self.programs = (*(one for one in self.programs if one not in self.single), self.shared_rounds)
 
     def start(self, root: int, state: SpeculativeState | None) -> SpeculativeState:
-        if self.filter is not None:
-            self.filter.begin_text()
+        if self.timer is not None:
+            self.timer.begin_text()
         return SpeculativeState(
             self.executor.sequence.start(root, None if state is None else state.target),
             self.drafter.start(root, None if state is None else state.draft),
@@ -233,8 +230,8 @@ class SpeculativeRunner(Runner):
         )
 
     def resume(self, params: ModelParams, state: SpeculativeState, tokens: np.ndarray, common: int) -> SpeculativeState:
-        if self.filter is not None:
-            self.filter.begin_text()
+        if self.timer is not None:
+            self.timer.begin_text()
         if common and state.host.begin is not None:
             state = dataclasses.replace(state, draft=state.host.begin(state.draft, None))
         count, draft, host = len(tokens) - 1, state.draft, state.host
@@ -254,7 +251,7 @@ class SpeculativeRunner(Runner):
         before = max(0, len(pending.tokens) - self.most_taken)
         if states is not None and not rows and before:
             pending = Pending(pending.tokens[before:], states.of_last(before), 0, pending.begins + before)
-        if self.weighs and self.drafter.defers:
+        if self.timer is not None and self.drafter.defers:
             begun.pending = pending
         else:
             draft = self.drafter.fill(params, draft, pending)
@@ -263,16 +260,19 @@ class SpeculativeRunner(Runner):
     @property
     def _begins_later(self) -> bool:
         """Whether the draft begins a text beside its first token; where it has no rest, it may lack no token of it."""
-        return self.weighs and self.drafter.drops and (self.drafter.rests or not self.drafter.defers)
+        return self.timer is not None and self.drafter.drops and (self.drafter.rests or not self.drafter.defers)
 
     def worth_taking(self, law: int, tokens: int, most: float) -> float:
         """After how many tokens of an answer, at most `most`, a draft takes the `tokens` that it lacks."""
         return 1.0
 
-    def _take_prompt(self, params: ModelParams, state: SpeculativeState, room: float = math.inf) -> tuple[Any, bool]:
+    def _take_prompt(
+        self, params: ModelParams, state: SpeculativeState, room: float = math.inf, paused: bool = False
+    ) -> tuple[Any, bool]:
         """The draft's state before a dispatch, and whether its model rests in it.
 
-        Short answers end before a draft has paid for the prompt. It takes it once that is little beside the answer.
+        Short answers end before a draft has paid for the prompt. It takes it once that is little beside the answer and
+        it is not `paused`.
         """
         host, drafter, draft, resting = state.host, self.drafter, state.draft, False
         if host.begin is not None:
@@ -281,7 +281,7 @@ class SpeculativeRunner(Runner):
             # What was decoded meanwhile, too, as far as it is kept for a draft that is fed hidden states.
             missing = len(host.pending.tokens) - host.pending.known + min(host.read, drafter.unfed_rows or host.read)
             own = host.read - host.copied
-            resting = drafter.rests and own < self.worth_taking(host.law, missing, host.read + room)
+            resting = drafter.rests and (paused or own < self.worth_taking(host.law, missing, host.read + room))
             if not resting:
                 draft, host.pending = drafter.fill(params, draft, host.pending), None
         return draft, resting
@@ -329,17 +329,17 @@ class SpeculativeRunner(Runner):
         # A round that would wait for programs decodes plainly, and its time says nothing of the rounds to come.
         shared = None if trace.active is not None else self.shared_rounds
         wanted = self.single if shared is None else (shared,)
-        loading = self.weighs and any(program.is_coming() for program in wanted)
+        loading = self.timer is not None and any(program.is_coming() for program in wanted)
         # The first token waits for no others, and not for the draft.
-        host, plain_first = state.host, self.weighs and self.drafter.drops and not state.host.begun
+        host, plain_first = state.host, self.timer is not None and self.drafter.drops and not state.host.begun
         if not host.begun and not plain_first:  # a first round without a draft decodes one token
             idle: Any = np.int32(IDLE_ROUNDS - 1)
             state = dataclasses.replace(state, target=dataclasses.replace(state.target, idle=idle))
         self._begin_rounds(host, request)
         unread = host.pending
         unsettled = loading or plain_first
-        paused = self.filter is not None and not unsettled and self.filter.asks_plain()
-        draft, resting = (state.draft, False) if plain_first else self._take_prompt(params, state, room)
+        paused = self.timer is not None and not unsettled and not self.timer.may_draft()
+        draft, resting = (state.draft, False) if plain_first else self._take_prompt(params, state, room, paused)
         delayed, host.filled = host.filled or host.pending is not unread, False
         # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
         if unsettled or (paused and not (shared is not None and self.drafter.rests)):
@@ -352,10 +352,10 @@ class SpeculativeRunner(Runner):
                     host.filled = host.pending is not unread
                 draft = self.drafter.skip(params, draft, state.verified)
             self.drafter.rest(resting)
-            host.dispatched.append((not unsettled, delayed))
+            host.dispatched.append((None if unsettled else False, delayed))
             return SpeculativeState(target, draft, verified, host), round_, min_tokens
         self.drafter.rest(resting or paused)
-        host.dispatched.append((True, delayed))
+        host.dispatched.append((not paused, delayed))
         if shared is not None:
             count, target = min(ROUNDS_PER_DISPATCH, room), state.target
             if paused:  # one round decodes as many tokens as a plain dispatch
@@ -369,10 +369,13 @@ class SpeculativeRunner(Runner):
         return SpeculativeState(target, draft, verified, host), round_, 1
 
     def _begin_rounds(self, host: HostState, request: Request) -> None:
-        """Before a round; the first one of a text says its law."""
-        if self.weighs and not host.begun:
+        """Before a round; the first one of a text says its law. Times of drafts of another law say nothing of it."""
+        if self.timer is not None and not host.begun:
             temperature: Any = request.processors.temperature
             host.law = int(np.asarray(temperature.addressable_data(0)).item() > 0)
+            if host.law != self._law:
+                self.timer.forget_drafts()
+            self._law = host.law
         host.begun = True
 
     def constrain(self) -> ConstrainedPasses:
@@ -388,7 +391,7 @@ class SpeculativeRunner(Runner):
         draft, resting = self._take_prompt(params, state)
         drafter.rest(resting)
         # Its time says nothing of rounds without a constraint.
-        host.dispatched.append((False, False))
+        host.dispatched.append((None, False))
         forced = matcher.chain(min(passes.num_rows, passes.max_path) - 1) if drafter.skips else []
         target, ahead = state.target, host.ahead
         if not forced and ahead is None:
@@ -421,20 +424,16 @@ class SpeculativeRunner(Runner):
         self.drafter.earlier = earlier
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
-        settled, delayed = state.host.dispatched.popleft()
+        allowed, delayed = state.host.dispatched.popleft()
         for output in outputs:
             state.host.read += len(output.tokens)
             state.host.copied += 0 if output.draft_passes or not output.drafted else len(output.tokens)
-        if self.filter is None:
+        if self.timer is None:
             return
-        costs = self.filter.read(outputs, settled=settled, delayed=delayed)
-        if costs is not None and "given" not in costs.source and differ(costs, self.costs):
-            self.use_costs(costs)
-
-    def use_costs(self, costs: CostModel) -> None:
-        """Weigh drafts with these figures from now on."""
-        self.costs = costs
-        self.drafter.use_costs(costs)
+        if allowed is None:
+            self.timer.leave_out()
+        else:
+            self.timer.observe(*outputs, allowed=allowed, delayed=delayed)
 
 
 def _with_states(verified: Verified, states: PromptStates | None) -> Verified:

@@ -29,9 +29,9 @@ from jaxspec.methods.core.cost_model import (
     OTHERS,
     AcceptanceStats,
     PlacedCosts,
+    Prospect,
     class_of,
     keep_best,
-    note_draft,
     weigh_prospect,
 )
 from jaxspec.methods.core.drafter import (
@@ -65,6 +65,9 @@ from jaxspec.tree.tree import Candidates, Tree, init_tree, pack_best, proposals,
 SYNC_ROWS = 16
 # Cost of a draft pass of a model that rests: none of its tokens is worth it.
 NEVER = 1e9
+# Tokens decoded without the draft model before it is tried again, though it seemed not to pay: the first time. Each
+# further time that it is tried for nothing doubles the number.
+FIRST_PATIENCE, LONGEST_PATIENCE = 32, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,8 +365,24 @@ def _weigh(
     kept = None if state.tree is None else weighed.grown.tree
     state = dataclasses.replace(state, sequence=sequence, tree=kept, nodes=weighed.nodes)
     # Drafts in a row lack no tokens that plain rounds decoded.
-    rows = (weighed.candidates.score > -jnp.inf).sum()
-    return note_draft(state, prospect, rows, weighed.passes - caught_up, idle), Draft(batch, weighed.passes)
+    state = note_draft(state, prospect, weighed.candidates.score, weighed.passes - caught_up, idle)
+    return state, Draft(batch, weighed.passes)
+
+
+def note_draft(state: TreeState, prospect: Prospect, score: Array, passes: Array, idle: Array) -> TreeState:
+    """Remember a draft whose tokens have these scores, float32 [N], and the tokens since the model was asked.
+
+    It says, too, after how many of these the model is asked again for nothing.
+    """
+    assert state.stats is not None
+    backoff = jnp.where(prospect.retry, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
+    counts = prospect.wanted & (prospect.num_copied == 0)
+    return dataclasses.replace(
+        state,
+        stats=state.stats.note_draft((score > -jnp.inf).sum(), passes, counts),
+        idle=jnp.where(prospect.wanted, 0, idle),
+        patience=jnp.where(prospect.pays, FIRST_PATIENCE, backoff),
+    )
 
 
 def spread_states(own: Array | None, tree: Tree) -> Array | None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxspec.methods.core.cost_model import CostModel, pass_costs, relative_set_cost
+from jaxspec.methods.core.cost_model import CostModel, pass_costs
 from jaxspec.methods.core.round import ModelParams, Round, StepOutput
 from jaxspec.methods.core.runner import HostState, SpeculativeRunner, SpeculativeState
-from jaxspec.methods.core.timing import CostFilter
+from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import match
 from jaxspec.methods.swift.search import LayerSearch, matchness_program
 from jaxspec.methods.swift.self_draft import ChainSettings, SelfDrafter
@@ -35,6 +35,15 @@ class HostText(HostState):
     scored: collections.deque[bool] = dataclasses.field(default_factory=lambda: collections.deque([False]))
 
 
+class DraftTimer(RoundTimer):
+    """A timer that lets every round draft unless `adaptive`, and none whose draft costs what the target costs."""
+
+    adaptive, draft_cost, passes = True, 0.0, 0
+
+    def may_draft(self) -> bool:
+        return not self.adaptive or (super().may_draft() and self.draft_cost < 1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class SwiftChoice(Choice):
     """The set of skipped layers, and the search that found it.
@@ -48,7 +57,7 @@ class SwiftChoice(Choice):
       history: step and matchness of every best set so far.
       search_passes: passes that scored a candidate.
       search_share: share of the time that scoring took while the search went on.
-      gain: speed of rounds with drafts over plain decoding; None before any was timed.
+      gain: speed of drafted rounds over plain decoding; None before both were measured.
     """
 
     layers: str
@@ -66,31 +75,30 @@ class SwiftRunner(SpeculativeRunner):
     """Decodes with a self-draft and searches its layers."""
 
     drafter: SelfDrafter
-    filter: CostFilter
+    timer: DraftTimer
 
     def __init__(
-        self, target: Placement, tokens: int, search: LayerSearch, times: CostFilter | None, chain: ChainSettings, *,
+        self, target: Placement, tokens: int, search: LayerSearch, timer: DraftTimer, chain: ChainSettings, *,
         fixed: LayerSet | None, file: LayerStore | None, task: str,
         share: float, branching: bool,
     ):  # fmt: skip
-        """Declare the programs for sequences of up to `tokens` tokens; `search` and `times` may be in use for long.
+        """Declare the programs for sequences of up to `tokens` tokens; `search` and `timer` may be in use for long.
 
         `fixed` layers are not searched for. A search is stored in `file` under the name `task`. Scoring takes at most
         `share` of the time; 1 scores after every round. `branching` skips blocks by branches on the device.
         """
         self.search, self._fixed, self._file, self._task = search, fixed, file, task
         self.share, self._searches = share, fixed is None and share != 0 and search.has_choice
-        layers, window = fixed or search.layers, search.settings.window
-        if times is None:
-            costs = CostModel.of(target, chain.num_rows, draft=relative_set_cost(target, layers))
-            times = CostFilter(costs, together=1, catches_up=False, asks=chain.adaptive)
+        timer.adaptive = chain.adaptive
+        costs = CostModel.of(target, chain.num_rows)
+        window = search.settings.window
+        layers = fixed or search.layers
         super().__init__(
             target, tokens,
-            lambda verified: SelfDrafter(target, self.slots, verified, chain, times.costs(), layers, branching),
-            max_path=chain.length + 1, num_rows=max(chain.num_rows, window), rule=match, dynamic_rows=True,
-            costs=times,
+            lambda verified: SelfDrafter(target, self.slots, verified, chain, costs, layers, branching),
+            max_path=chain.length + 1, num_rows=max(chain.num_rows, window), rule=match, dynamic_rows=True, timer=timer,
         )  # fmt: skip
-        self._pass_cost = float(pass_costs(target, window)[-1])
+        timer.draft_cost, self._pass_cost = self.drafter.cost, float(pass_costs(target, window)[-1])
         self._pending: collections.deque[tuple[HostText, LayerSet, jax.Array]] = collections.deque()
         self.score = matchness_program(target, self.executor.state, window, branching)
         self.programs = (*self.programs, *((self.score,) if self._searches else ()))
@@ -114,13 +122,11 @@ class SwiftRunner(SpeculativeRunner):
     ) -> tuple[SpeculativeState, Round, int]:
         """One round; a scoring pass runs after it on the devices."""
         text = _text(state)
-        before = self.drafter.layers
         if self._searches and self.drafter.adopt(self.search.layers):
             # What was learned of the other set says nothing of this one.
             state = dataclasses.replace(state, draft=self.drafter.start(0, None))
-            was, cost = (relative_set_cost(self.executor.placement, one) for one in (before, self.drafter.layers))
-            self.filter.rescale_draft(cost / was)
-            self.use_costs(self.filter.costs())
+            self.timer.draft_cost = self.drafter.cost
+            self.timer.forget_drafts()
         state, round_, least = super().round(params, state, request, room)
         start = self._find_window(text) if self._searches and self._is_due() else None
         text.scored.append(start is not None)
@@ -134,15 +140,18 @@ class SwiftRunner(SpeculativeRunner):
         return state, round_, least
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
-        text, times, search = _text(state), self.filter, self.search
-        scored, (settled, _) = text.scored.popleft(), text.dispatched[0]
-        text.dispatched[0] = settled, scored
-        total_s, spent_s = times.total_s, times.spent_s
-        super().observe(state, outputs)
-        text.tokens += [token for output in outputs for token in output.tokens]
+        (output,) = outputs
+        text, timer, search = _text(state), self.timer, self.search
+        (allowed, *_), scored = text.dispatched.popleft(), text.scored.popleft()
+        total_s, spent_s = timer.total_s, timer.spent_s
+        if allowed is None:
+            timer.leave_out()
+        else:
+            timer.observe(output, allowed=allowed, delayed=scored)
+        text.tokens += output.tokens
         if search.stopped is None:
-            search.decoded_s += times.total_s - total_s
-            search.spent_s += times.spent_s - spent_s
+            search.decoded_s += timer.total_s - total_s
+            search.spent_s += timer.spent_s - spent_s
         if scored:
             self._read_scores(text)
 
@@ -153,9 +162,9 @@ class SwiftRunner(SpeculativeRunner):
             found = {name: getattr(search, name) for name in ("matchness", "steps", "stopped")}
             found["history"] = tuple(search.history)
         return SwiftChoice(
-            layers=str(layers), num_skipped=layers.num_skipped, search_passes=search.passes,
+            layers=str(layers), num_skipped=layers.num_skipped, search_passes=self.timer.passes,
             search_share=search.spent_s / search.decoded_s if search.decoded_s else 0.0,
-            gain=self.filter.gain, **found,
+            gain=self.timer.total_gain, **found,
         )  # fmt: skip
 
     def close(self, state: Any | None) -> None:
@@ -172,17 +181,17 @@ class SwiftRunner(SpeculativeRunner):
         while self._pending and (owner is None or owner is not text):
             owner, layers, matches = self._pending.popleft()
             self.search.tell(layers, int(np.asarray(matches)) / self.search.settings.window)
-            self.search.passes += 1
+            self.timer.passes += 1
 
     def _is_due(self) -> bool:
-        search, share, times = self.search, self.share, self.filter
+        search, share, timer = self.search, self.share, self.timer
         if search.stopped is not None:
             return False
         if share == 1:
             return True
-        # Before one was measured, by its rows; delayed rounds count once the scale is known.
-        plain_s = times.plain_s
-        cost = times.spent_s / times.passes if times.passes else plain_s and self._pass_cost * plain_s
+        # Before one was measured, by its rows. Where every round drafts, a draft round is the nearest to a plain one.
+        usual_s = timer.plain_s or timer.drafted_s
+        cost = timer.pass_s or (usual_s and self._pass_cost * usual_s)
         return cost is not None and (1 + len(self._pending)) * cost <= share * search.decoded_s - search.spent_s
 
     def _find_window(self, text: HostText) -> int | None:

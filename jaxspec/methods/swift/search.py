@@ -67,7 +67,6 @@ class LayerSearch:
         self.has_choice = 0 < self._skipped < self._units  # whether there is more than one set of the size
         self.stopped = None if self.has_choice else "there is nothing to choose"  # None while the search goes on
         self.steps = self.stale = self._proposed = 0
-        self.passes = 0  # of this process
         self.decoded_s = self.spent_s = 0.0
         self.history: list[tuple[int, float]] = []
         self._observed: collections.deque[tuple[np.ndarray, float]] = collections.deque(maxlen=MEMORY)

@@ -11,20 +11,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.methods.core.cost_model import (
     CLASSES,
-    FIRST_PATIENCE,
     KINDS,
     PRIOR_WEIGHT,
     AcceptanceStats,
     CostModel,
-    PlacedCosts,
     class_of,
     init_acceptance,
     keep_best,
-    note_draft,
-    weigh_prospect,
+    relative_set_cost,
 )
 from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.proposals import PathHistory
@@ -49,6 +47,8 @@ LEVELS = (0.95, 0.8, 0.5)
 # First choices that count as accepted to begin with: nearly all of the paper's are. Chance of the second choice where
 # the first is refused, and the factor from each choice to the next.
 ACCEPTED_BEFORE, PRIOR_SECOND, PRIOR_DECAY = 6.0, 0.5, 0.4
+# Tokens without a draft before one is tried again although it seemed not to pay: the first time, and at most.
+FIRST_PATIENCE, LONGEST_PATIENCE = 8, 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ChainSettings:
 class ChainMemory:
     """Statistics of the draft's hits, and its last chain."""
 
-    stats: AcceptanceStats  # of first choices
+    acceptance: AcceptanceStats  # of first choices
     ranks: jax.Array  # float32 [2, k - 1], refusals of a first choice, and how often each further one was right then
     token: jax.Array  # int32 [n, k], choices of each step, best first
     kind: jax.Array  # int32 [n], class of each first choice
@@ -108,7 +108,10 @@ class GrownChain:
 
 
 class SelfDrafter(Drafter):
-    """Proposes what the target says with the blocks in `layers` skipped."""
+    """Proposes what the target says with the blocks in `layers` skipped.
+
+    Its `cost` is that of a draft pass, in target passes of one row.
+    """
 
     idles = skips = True
 
@@ -116,7 +119,7 @@ class SelfDrafter(Drafter):
         self, target: Placement, slots: int, verified: Verified, chain: ChainSettings, costs: CostModel,
         layers: LayerSet, branching: bool,
     ):  # fmt: skip
-        """Declare the programs, for a cache of `slots`, shapes `verified` by a round, and costs like these.
+        """Declare the programs, for a cache of `slots`, shapes `verified` by a round, and its `costs`.
 
         If `branching`, one program skips the blocks of any set, by branches on the device; else each set has its own.
         """
@@ -124,13 +127,13 @@ class SelfDrafter(Drafter):
         plan, state = target.plan, sequence_shapes(target, slots)
         self.shapes = draft_shapes(target, chain.num_rows)
         self.state = memory = target.replicated(jax.eval_shape(lambda: init_memory(chain)))
-        units = target.array((target.cfg.num_layers, 2), jnp.bool_)
-        args = [target.params(), state, memory, verified, request_shapes(target), units, costs.shapes(target)]
+        choice = (target.array((target.cfg.num_layers, 2), jnp.bool_), target.array((), jnp.float32))
+        args = [target.params(), state, memory, verified, request_shapes(target), *choice]
 
         def declare(known: LayerSet | None) -> Program:
-            def draft(params, state, memory, verified, request, units, costs):
+            def draft(params, state, memory, verified, request, units, cost):
                 runs = units if known is None else known
-                return draft_chain(params, target, state, memory, verified, request, runs, costs, chain)
+                return draft_chain(params, target, state, memory, verified, request, runs, cost, chain, costs)
 
             return Program("draft", draft, plan, args, (state, memory, self.shapes), donate=[1, 2])
 
@@ -140,9 +143,7 @@ class SelfDrafter(Drafter):
             return program
 
         def restart(memory):
-            # What becomes of the last draft is not known.
-            stats = dataclasses.replace(memory.stats, latest=jnp.zeros(3))
-            return dataclasses.replace(memory, stats=stats, count=jnp.int32(0), idle=jnp.int32(0))
+            return dataclasses.replace(memory, count=jnp.int32(0), idle=jnp.int32(0))
 
         def skip(memory, verified):
             idle = memory.idle + verified.count
@@ -153,7 +154,7 @@ class SelfDrafter(Drafter):
         self._skip = Program("draft skip", skip, plan, [memory, verified], memory, donate=[0])
         self._drafts = {None if branching else layers: declare(None if branching else layers)}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="swift")
-        self._compile, self._home = compile_, units.sharding
+        self._compile, self._choice_shapes = compile_, choice
         self._compiling: tuple[LayerSet, Future[Program]] | None = None
         self._failed: set[LayerSet] = set()
         self._use(layers)
@@ -169,10 +170,7 @@ class SelfDrafter(Drafter):
     def draft(
         self, params: ModelParams, target: SequenceState, state: ChainMemory, verified: Verified, request: Request
     ) -> tuple[SequenceState, ChainMemory, Draft]:
-        return self._draft(params.target, target, state, verified, request, self._units, self._costs)
-
-    def use_costs(self, costs: CostModel) -> None:
-        self._costs = costs.place(self._target)
+        return self._draft(params.target, target, state, verified, request, *self._choice)
 
     def skip(self, params: ModelParams, state: ChainMemory, verified: Verified) -> ChainMemory:
         return self._skip(state, verified)
@@ -197,7 +195,9 @@ class SelfDrafter(Drafter):
 
     def _use(self, layers: LayerSet) -> None:
         self.layers, self._draft = layers, self._drafts[None if self._branching else layers]
-        self._units = place(layers.runs, self._home)
+        self.cost = relative_set_cost(self._target, layers)
+        values = zip((layers.runs, np.float32(self.cost)), self._choice_shapes, strict=True)
+        self._choice = [place(value, shape.sharding) for value, shape in values]
 
 
 def init_memory(chain: ChainSettings) -> ChainMemory:
@@ -217,10 +217,9 @@ def learn(memory: ChainMemory, verified: Verified) -> ChainMemory:
     right = (refused[:, None] & hit)[:, 1:].any(0)
     # A refusal is rare: as many count as make the estimate, and nothing is forgotten without one.
     ranks = memory.ranks * jnp.where(refused.any(), 0.97, 1.0)
-    stats = memory.stats.note_outcome((seen & hit.any(axis=1)).sum(), verified.count)
     return dataclasses.replace(
         memory,
-        stats=stats.update(memory.kind, seen, seen & hit[:, 0]),
+        acceptance=memory.acceptance.update(memory.kind, seen, seen & hit[:, 0]),
         ranks=ranks + jnp.stack([jnp.full_like(right, refused.any()), right]),
     )
 
@@ -239,49 +238,54 @@ def chain_outcome(first: jax.Array, count: jax.Array, tokens: jax.Array, num_tok
 
 def draft_chain(
     params: Params, target: Placement, state: SequenceState, memory: ChainMemory, verified: Verified, request: Request,
-    units: LayerSet | jax.Array, costs: PlacedCosts, chain: ChainSettings,
+    units: LayerSet | jax.Array, cost: jax.Array, chain: ChainSettings, costs: CostModel,
 ) -> tuple[SequenceState, ChainMemory, Draft]:  # fmt: skip
     """Learn from what the last round `verified`, and draft; for one shard.
 
-    Only window slots of the state's cache change. `units` are the blocks that run, as data bool [L, 2].
+    Only window slots of the state's cache change. `units` are the blocks that run, as data bool [L, 2]. `cost` is that
+    of a draft pass, float32 [], in target passes of one row.
     """
     assert state.root is not None
     root, idle, memory = state.root, memory.idle + verified.count, learn(memory, verified)
-    tokens, nothing, stats = jnp.arange(1, chain.length + 1), jnp.full(1, -jnp.inf), memory.stats
-    prospect = weigh_prospect(nothing, stats.mean_rate() ** tokens, tokens, stats, costs, idle, memory.patience)
-    if not chain.adaptive:
-        prospect = prospect._replace(wanted=jnp.bool_(True))
-    grown = grow_chain(params, target, state, memory, request, units, costs, prospect.wanted, chain)
+    tokens, round_cost, mean = jnp.arange(1, chain.length + 1), jnp.asarray(costs.rounds), memory.acceptance.mean_rate()
+    rate = (1 + jnp.cumsum(mean**tokens)) / (round_cost[tokens] + cost * tokens)
+    pays = jnp.max(rate) > 1 / round_cost[0] if chain.adaptive else jnp.bool_(True)
+    retry = ~pays & (idle >= memory.patience)
+    should_draft = pays | retry
+    grown = grow_chain(params, target, state, memory, request, units, cost, should_draft, chain, round_cost)
 
     def pack() -> Batch:
         candidates = grown.candidates()
         if chain.adaptive:
-            candidates, _, _ = keep_best(candidates, costs.rounds + costs.draft_overhead + costs.draft * grown.count)
+            candidates, _, _ = keep_best(candidates, round_cost + cost * grown.count)
         return pack_best(root, candidates, chain.num_rows)
 
     # Most rounds that draft nothing should not sort empty lists.
-    batch = jax.lax.cond(prospect.wanted, pack, lambda: root_alone(root, chain.num_rows))
-    memory = dataclasses.replace(memory, token=grown.token, kind=grown.kind, count=grown.count)
-    memory = note_draft(memory, prospect, batch.count - 1, grown.count, idle)
+    batch = jax.lax.cond(should_draft, pack, lambda: root_alone(root, chain.num_rows))
+    backoff = jnp.where(retry, jnp.minimum(2 * memory.patience, LONGEST_PATIENCE), memory.patience)
+    memory = dataclasses.replace(
+        memory, token=grown.token, kind=grown.kind, count=grown.count, idle=jnp.where(should_draft, 0, idle),
+        patience=jnp.where(pays, FIRST_PATIENCE, backoff),
+    )  # fmt: skip
     return dataclasses.replace(state, cache=grown.cache), memory, Draft(batch, grown.count)
 
 
 def grow_chain(
     params: Params, target: Placement, state: SequenceState, memory: ChainMemory, request: Request,
-    units: LayerSet | jax.Array, costs: PlacedCosts, should_draft: jax.Array, chain: ChainSettings,
+    units: LayerSet | jax.Array, cost: jax.Array, should_draft: jax.Array, chain: ChainSettings, round_cost: jax.Array,
 ) -> GrownChain:  # fmt: skip
     """Draft token by token while the draft is confident and, if it is adaptive, while a further pass pays."""
     assert state.root is not None and state.history is not None
     cfg, vocab, root, text = target.cfg, target.vocab, state.root, state.history
     n, k = chain.length, chain.branch
-    place, mean, rates = jnp.arange(n, dtype=jnp.int32), memory.stats.mean_rate(), memory.stats.rates()
+    place, mean, rates = jnp.arange(n, dtype=jnp.int32), memory.acceptance.mean_rate(), memory.acceptance.rates()
     tried, right = memory.ranks
     # Of each further choice where the first one is wrong; their sum is below 1.
     ranks = (right + PRIOR_WEIGHT * PRIOR_SECOND * PRIOR_DECAY ** jnp.arange(k - 1)) / (tried + PRIOR_WEIGHT)
 
     def go_on(done: GrownChain) -> jax.Array:
         def rate(gain: jax.Array, tokens: jax.Array) -> jax.Array:
-            return gain / (costs.rounds[tokens] + costs.draft_overhead + costs.draft * tokens)
+            return gain / (round_cost[tokens] + cost * tokens)
 
         more = should_draft & (done.count < n) & (done.confidence >= chain.threshold)
         if chain.adaptive:

@@ -11,7 +11,7 @@ from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.settings import check_flag, check_layers, check_range, log_threshold
-from jaxspec.methods.swift.runner import SwiftRunner
+from jaxspec.methods.swift.runner import DraftTimer, SwiftRunner
 from jaxspec.methods.swift.search import LayerSearch, SearchSettings
 from jaxspec.methods.swift.self_draft import LEVELS, ChainSettings
 from jaxspec.methods.swift.store import LayerStore
@@ -45,8 +45,8 @@ class Swift(Method):
         token is one of them.
       num_draft_tokens: most tokens of a target pass, the root not counted, at least `length`; the least probable ones
         are left out. None is all that a draft can hold (82 by default), or 31 if the method is `adaptive`.
-      adaptive: draft only what pays, by the costs of passes, as rounds take them, and by what was accepted so far.
-        False drafts in every round, as the paper does.
+      adaptive: draft only what pays, by the costs of passes and by what was accepted so far, and nothing while the
+        measured gain is below 1. False drafts in every round, as the paper does.
       layers: a fixed set, such as "attention=1,3-5;mlp=2", or "none"; empty to search for one. Settings of the search
         are refused beside it.
       steps: S, most steps of the search.
@@ -136,13 +136,13 @@ class Swift(Method):
         """The runner; its search goes on from that of `previous`, else from the layer file."""
         target, file = models.target, self._file(models.target, store)
         if isinstance(previous, SwiftRunner):
-            search, times = previous.search, previous.filter
+            search, timer = previous.search, previous.timer
         else:
-            search, times = self._begin_search(target), None
+            search, timer = self._begin_search(target), DraftTimer()
             if file is not None:
                 file.load(self.task, search)
         return SwiftRunner(
-            target, tokens, search, times, self._chain, fixed=self._fixed(target), file=file, task=self.task,
+            target, tokens, search, timer, self._chain, fixed=self._fixed(target), file=file, task=self.task,
             share=self.share, branching=self._branches(target),
         )  # fmt: skip
 
