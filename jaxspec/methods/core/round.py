@@ -152,7 +152,7 @@ class StepOutput:
 def read_rounds(round_: Round) -> list[StepOutput]:
     """Wait for the rounds of one dispatch and read them: one, or as many as its arrays have in front."""
     leaves = round_.packed, round_.logprob, round_.draft, *(round_.top or (None, None))
-    # Whole arrays become lists at once: numpy takes as long for an element.
+    # Whole arrays become lists at once: to read one element of an array takes as long.
     parts = [None if leaf is None else np.asarray(leaf).tolist() for leaf in leaves]
     if round_.packed.ndim == 1:
         return [_read(*parts)]
