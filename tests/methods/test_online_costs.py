@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.methods.auto.costs import AutoChoice
-from jaxspec.methods.auto.online import TAKEN_TOGETHER, CostFilter, differ
+from jaxspec.methods.auto.online import SCALE_OF, TAKEN_TOGETHER, CostFilter, differ
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.methods.core.timing import LEAST_WAIT, Worth
@@ -35,6 +35,12 @@ def time_of(outputs, true, speed=1.0):
     return PLAIN_S * total / speed
 
 
+def see_plain(costs, times=(4 * PLAIN_S,) * SCALE_OF):
+    """Plain dispatches of four tokens, which took so many seconds each."""
+    for seconds in times:
+        costs.observe([StepOutput((1,) * 4, (0.0,) * 4)], seconds)
+
+
 def decode(costs, true, dispatches=150, speed=1.0, seed=0, outliers=0.0):
     rng = np.random.default_rng(seed)
     for _ in range(dispatches):
@@ -55,7 +61,7 @@ def decode(costs, true, dispatches=150, speed=1.0, seed=0, outliers=0.0):
 )  # fmt: skip
 def test_it_finds_the_costs_of_the_machine(true, outliers):
     costs = CostFilter(BELIEVED)
-    costs.observe([StepOutput((1,) * 4, (0.0,) * 4)], 4 * PLAIN_S)
+    see_plain(costs)
     found = decode(costs, true, outliers=outliers)
     rows = np.array([2, 4, 8, 16]) - 1
     chains = lambda model: model.passes[rows] + model.round + model.draft * np.minimum(rows, 8)  # noqa: E731
@@ -68,7 +74,7 @@ def test_a_measurement_of_a_wrong_form_is_corrected():
     """Two to eight rows were measured alike, as among other programs."""
     flat = CostModel(1 + 0.3 * (np.arange(16.0) > 0), draft=0.07, round=0.05, source="measured")
     costs, true = CostFilter(flat), CostModel(1 + 0.2 * np.arange(16.0), draft=0.07, round=0.05)
-    costs.observe([StepOutput((1,) * 4, (0.0,) * 4)], 4 * PLAIN_S)
+    see_plain(costs)
     found = decode(costs, true)
     np.testing.assert_allclose(found.passes[[3, 7, 15]], true.passes[[3, 7, 15]], rtol=0.15)
 
@@ -82,7 +88,8 @@ def test_rows_that_are_never_seen_leave_the_others_alone():
         drafted = [3, 7, 0][number % 3]
         outputs = [StepOutput((1,) * 4, (0.0,) * 4, drafted=drafted, draft_passes=min(drafted, 1))]
         took_in = costs.observe(outputs, time_of(outputs, true) * rng.normal(1, 0.08) if number != 100 else None)
-        assert (took_in is not None) == (number <= 2 or (number - 2) % TAKEN_TOGETHER == 0)
+        settled = 3 * SCALE_OF - 1  # the plain dispatch that sets the scale
+        assert (took_in is not None) == (number <= settled or (number - settled) % TAKEN_TOGETHER == 0)
     np.testing.assert_allclose(costs.costs().passes[[3, 7]], true.passes[[3, 7]], rtol=0.06)
 
 
@@ -165,14 +172,27 @@ def test_a_slower_moment_changes_no_ratio(speed):
     assert costs.plain_s == pytest.approx(PLAIN_S / speed, rel=0.2)
 
 
+@pytest.mark.parametrize("stalled", [0, 1, 2])
+def test_a_stalled_reader_at_the_beginning_ruins_no_ratio(stalled):
+    """One of the first dispatches took twenty times as long."""
+    costs, times = CostFilter(BELIEVED), [4 * PLAIN_S] * SCALE_OF
+    times[stalled] *= 20
+    see_plain(costs, times)
+    found = decode(costs, BELIEVED, 30)
+    np.testing.assert_allclose(found.rounds, BELIEVED.rounds, rtol=0.2)
+    assert costs.plain_s == pytest.approx(PLAIN_S, rel=0.2)
+
+
 def test_nothing_is_corrected_before_plain_decoding_was_seen():
     costs = CostFilter(BELIEVED)
     costs.observe([StepOutput((1, 1), (0.0, 0.0), drafted=3, draft_passes=3)], 1.0)
+    see_plain(costs, [4 * PLAIN_S] * (SCALE_OF - 1))
     assert costs.costs() is BELIEVED and costs.plain_s is None
 
 
 def test_figures_stay_possible():
     costs = CostFilter(BELIEVED)
+    see_plain(costs, (PLAIN_S, 1e-9, 1e3))
     for seconds in (PLAIN_S, 1e-9, 1e3, 0.0, *[1e-7] * 50):
         costs.observe(rounds_of(np.random.default_rng(3)), seconds)
         costs.observe([StepOutput((1,), (0.0,))], seconds)

@@ -1,6 +1,7 @@
 """What rounds cost, learned from their times while decoding (`CostFilter`)."""
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,8 @@ DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.05, 0.12
 MOST_OFF = 2.0
 # Tokens that a draft has to take after a round with a draft, and so many that such a draft says nothing of others.
 USUALLY_LACKING, MOST_LACKING = 2, 64
+# Plain dispatches whose median sets the scale: a single one may have waited for whoever reads a stream.
+SCALE_OF = 3
 # Dispatches that are taken in together, once the scale is known: each alone takes several times as long, on a core that
 # computes a round meanwhile.
 TAKEN_TOGETHER = 8
@@ -46,6 +49,7 @@ class CostFilter:
         self._shares = np.reshape(shares, (-1, size)).T
         # Of a plain token, a round, a draft pass, a draft, and of as many further rows as the knots say.
         self._seconds: np.ndarray | None = None
+        self._scales: list[float] = []  # seconds of a plain token by the first plain dispatches
         self._spread = np.zeros((0, 0))
         self._kept: list[tuple[Sequence[StepOutput], float | None]] = []
 
@@ -70,7 +74,10 @@ class CostFilter:
         if each is None:
             if amounts[2:].any() or not amounts[0]:
                 return
-            each = self._begin(seconds / (amounts[0] + self._costs.round * amounts[1]))
+            self._scales.append(seconds / (amounts[0] + self._costs.round * amounts[1]))
+            if len(self._scales) < SCALE_OF:
+                return
+            each = self._begin(statistics.median(self._scales))
         drift = DRIFT * np.array([each[0], each[0], each[2], each[0], *each[4:]])
         self._spread += DRIFT_TOGETHER**2 * np.outer(each, each) + np.diag(drift**2)
         expected = float(amounts @ each)
