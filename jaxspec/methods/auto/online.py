@@ -26,6 +26,8 @@ SCALE_OF = 3
 # Dispatches that are taken in together, once the scale is known: each alone takes several times as long, on a core that
 # computes a round meanwhile.
 TAKEN_TOGETHER = 8
+# Drafts and further rows are believed so many standard deviations cheaper: what is not tried is not learned.
+OPTIMISM = 0.5
 # Figures are used once a round of some rows would cost so much more or less by them.
 WORTH_USING = 0.03
 
@@ -38,8 +40,8 @@ class CostFilter:
     lie between: a short measurement among other programs may be wrong for some of them.
     """
 
-    def __init__(self, costs: CostModel):
-        """`costs` are corrected; nothing was observed."""
+    def __init__(self, costs: CostModel, plain_s: float | None = None):
+        """`costs` are corrected; a plain token takes about `plain_s` seconds, where that is known."""
         self._costs = costs
         self._lacks = 0  # tokens that the draft has not taken yet
         size = costs.passes.size
@@ -47,16 +49,16 @@ class CostFilter:
         # Of rounds with 0, 1, 2, ... drafted rows, how much of each of these parts they hold.
         shares = [np.interp(np.arange(size), self._knots, part) for part in np.eye(self._knots.size)[1:]]
         self._shares = np.reshape(shares, (-1, size)).T
-        # Of a plain token, a round, a draft pass, a draft, and of as many further rows as the knots say.
-        self._seconds: np.ndarray | None = None
-        self._scales: list[float] = []  # seconds of a plain token by the first plain dispatches
         self._spread = np.zeros((0, 0))
+        # Of a plain token, a round, a draft pass, a draft, and of as many further rows as the knots say.
+        self._seconds = None if plain_s is None else self._begin(plain_s)
+        self._scales: list[float] = []  # seconds of a plain token by the first plain dispatches
         self._kept: list[tuple[Sequence[StepOutput], float | None]] = []
 
     def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> CostModel | None:
         """Keep the rounds of a dispatch and what it took, if it was timed; `costs` where what was kept is taken in."""
         self._kept.append((outputs, seconds))
-        return None if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER else self.costs()
+        return None if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER else self.costs(OPTIMISM)
 
     def _take_in(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Correct the parts by a dispatch; first ones without drafts set the scale.
@@ -90,14 +92,21 @@ class CostFilter:
         # A part is never free, but for what rounds, rows and drafts cost beyond their other parts.
         self._seconds = np.maximum(each, least)
 
-    def costs(self) -> CostModel:
-        """The costs, corrected by all that was kept; those that it began with while nothing was observed."""
+    def costs(self, optimism: float = 0.0) -> CostModel:
+        """The costs, corrected by all that was kept; those that it began with while nothing was observed.
+
+        Drafts and further rows are believed `optimism` standard deviations cheaper.
+        """
         kept, self._kept = self._kept, []
         for dispatch in kept:
             self._take_in(*dispatch)
         if self._seconds is None:
             return self._costs
-        round_, draft, overhead, *rows = (self._seconds[1:] / self._seconds[0]).tolist()
+        plain_s, spread = self._seconds[0], self._spread
+        each = self._seconds / plain_s
+        deviations = np.sqrt(np.maximum(0.0, np.diag(spread) - 2 * each * spread[0] + each**2 * spread[0, 0])) / plain_s
+        round_ = float(each[1])
+        draft, overhead, *rows = np.maximum(each - optimism * deviations, 0.1 * each)[2:].tolist()
         # Fewer rows never cost more than more.
         passes = self._costs.passes[0] + self._shares @ np.minimum.accumulate(rows[::-1])[::-1]
         return dataclasses.replace(self._costs, passes=passes, draft=draft, draft_overhead=overhead, round=round_)

@@ -29,7 +29,7 @@ from jaxspec.runtime.store.fingerprint import UnknownError, surroundings
 
 LOG = logging.getLogger(__name__)
 
-COSTS, LEARNED, DEVICES = "jaxspec cost profile 2", "jaxspec learned rates 3", "jaxspec device profile 1"
+COSTS, LEARNED, DEVICES = "jaxspec cost profile 3", "jaxspec learned rates 3", "jaxspec device profile 1"
 # Verified rows that are timed, as far as a batch has so many.
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 # What figures of rounds lie between, in seconds and rows: others are damage, and would not be finite in 32 bits.
@@ -47,29 +47,26 @@ def measured_rows(num_rows: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class RoundTimes:
-    """Seconds of the parts of rounds, dispatch included; the least of a few samples."""
+    """Seconds of the parts of rounds, as rounds showed them."""
 
     plain_s: float  # of a token of plain decoding, several per dispatch
-    verify_s: Mapping[int, float]  # of a verification, by rows
-    # The search before a verification, apart from draft passes, less what rounds that share a dispatch save; None where
-    # there was no time to measure it.
-    search_s: float | None
+    verify_s: Mapping[int, float]  # of a pass of the target, by rows
+    round_s: float  # of a round apart from its passes
     draft_s: float  # of a draft pass of one row; 0 without a draft
     draft_overhead_s: float = 0.0  # of a draft apart from its passes
 
-    def corrected(self, costs: CostModel, plain_s: float) -> "RoundTimes":
-        """The same by costs in plain tokens, which take `plain_s` seconds each; of rows that were not timed, too."""
+    @classmethod
+    def of(cls, costs: CostModel, plain_s: float) -> "RoundTimes":
+        """The times by costs in plain tokens, which take `plain_s` seconds each."""
         verify_s = {rows: plain_s * float(costs.passes[rows - 1]) for rows in measured_rows(costs.passes.size)}
         parts = (plain_s * cost for cost in (costs.round, costs.draft, costs.draft_overhead))
-        return RoundTimes(plain_s, verify_s, *parts)
+        return cls(plain_s, verify_s, *parts)
 
     def figures(self) -> dict[str, Any]:
         """The settings of `Auto` that say the same, in tokens of plain decoding."""
         one_row = self.verify_s[1]
         passes = {rows: max(1.0, 1 + (seconds - one_row) / self.plain_s) for rows, seconds in self.verify_s.items()}
-        found: dict[str, Any] = {"pass_cost": fill_rows(passes)}
-        if self.search_s is not None:
-            found["round_cost"] = round(max(0.0, one_row - self.plain_s + self.search_s) / self.plain_s, 4)
+        found = {"pass_cost": fill_rows(passes), "round_cost": round(self.round_s / self.plain_s, 4)}
         drafts = {"draft_cost": self.draft_s, "draft_overhead": self.draft_overhead_s}
         return found | {name: round(seconds / self.plain_s, 4) for name, seconds in drafts.items() if seconds}
 
@@ -187,16 +184,15 @@ def _load(path: Path, form: str, parse: Callable[[Any], T], complain: Callable[.
 
 def _read_times(saved: Any) -> RoundTimes:
     verify_s = {int(rows): float(seconds) for rows, seconds in saved["verify_s"].items()}
-    plain_s, draft_s, overhead_s = (float(saved[name]) for name in ("plain_s", "draft_s", "draft_overhead_s"))
-    search_s = None if saved["search_s"] is None else float(saved["search_s"])
+    plain_s, *parts = (float(saved[name]) for name in ("plain_s", "round_s", "draft_s", "draft_overhead_s"))
     rows = list(verify_s)
     if not rows or rows[0] != 1 or rows != sorted(rows) or rows[-1] > LARGEST_BATCH:
         raise ValueError("its numbers of rows are not those of rounds")
     if not all(SHORTEST_S <= seconds <= LONGEST_S for seconds in (plain_s, *verify_s.values())):
         raise ValueError("a round has no time")
-    if not (abs(search_s or 0.0) <= LONGEST_S and all(0 <= part <= LONGEST_S for part in (draft_s, overhead_s))):
+    if not all(0 <= part <= LONGEST_S for part in parts):
         raise ValueError("a part of a round has no time")
-    return RoundTimes(plain_s, verify_s, search_s, draft_s, overhead_s)
+    return RoundTimes(plain_s, verify_s, *parts)
 
 
 def _read_learned(saved: Any) -> dict[str, np.ndarray]:

@@ -208,7 +208,7 @@ class SpeculativeRunner(Runner):
         )  # fmt: skip
         self.held = (self.executor.state, self.drafter.state, self.drafter.shapes, self.executor.verified)
         self.programs = (*self.executor.programs, *self.drafter.programs)
-        # Programs of one round; where rounds share a dispatch, measurements and traces alone run them.
+        # Programs of one round; where rounds share a dispatch, traces alone run them.
         self.single = tuple(filter(None, (self.drafter.draft_program, self.executor.verify_program)))
         self.shared_rounds = None
         propose, model = self.drafter.propose, self.drafter.placement
@@ -356,17 +356,11 @@ class SpeculativeRunner(Runner):
             return SpeculativeState(target, draft, verified, host), round_, min_tokens
         self.drafter.rest(resting or paused)
         host.dispatched.append((not paused, delayed))
-        if shared is not None:
-            count, target = min(ROUNDS_PER_DISPATCH, room), state.target
-            if paused:  # one round decodes as many tokens as a plain dispatch
-                target = dataclasses.replace(target, idle=np.int32(IDLE_ROUNDS))
-            target, draft, verified, rounds = self.dispatch_rounds(
-                params, target, draft, state.verified, request, count
-            )
-            return SpeculativeState(target, draft, verified, host), rounds, count
-        target, draft, batch = self.drafter.draft(params, state.target, draft, state.verified, request)
-        target, verified, round_ = self.executor.verify(params.target, target, batch, request)
-        return SpeculativeState(target, draft, verified, host), round_, 1
+        count, target = 1 if shared is None else min(ROUNDS_PER_DISPATCH, room), state.target
+        if paused:  # one round decodes as many tokens as a plain dispatch
+            target = dataclasses.replace(target, idle=np.int32(IDLE_ROUNDS))
+        target, draft, verified, rounds = self.dispatch_rounds(params, target, draft, state.verified, request, count)
+        return SpeculativeState(target, draft, verified, host), rounds, count
 
     def _begin_rounds(self, host: HostState, request: Request) -> None:
         """Before a round; the first one of a text says its law. Times of drafts of another law say nothing of it."""
@@ -413,8 +407,11 @@ class SpeculativeRunner(Runner):
     def dispatch_rounds(
         self, params: ModelParams, target: SequenceState, draft: Any, verified: Verified, request: Request, count: int
     ) -> tuple[SequenceState, Any, Verified, Round]:
-        """Dispatch `count` rounds at once; `target`, `draft` and `verified` are donated."""
-        assert self.shared_rounds is not None
+        """Dispatch up to `count` rounds at once, or one by two programs; the states and `verified` are donated."""
+        if self.shared_rounds is None or trace.active is not None:
+            target, draft, batch = self.drafter.draft(params, target, draft, verified, request)
+            target, verified, round_ = self.executor.verify(params.target, target, batch, request)
+            return target, draft, verified, round_
         model = () if self.drafter.placement is None else params.draft
         return self.shared_rounds(
             params.target, model, target, draft, verified, request, self.drafter.operands, np.int32(count)
