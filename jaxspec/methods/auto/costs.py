@@ -142,13 +142,12 @@ class _Rounds:
             target = dataclasses.replace(target, idle=idle)
             target, draft, last, round_ = runner.dispatch_rounds(self._params, target, draft, before, self._request, 1)
             rounds.append(round_)
-        if count > 1:
-            jax.block_until_ready(rounds.pop(0))
-            start = self._now()
-        jax.block_until_ready(rounds)
-        seconds = self._now() - start
         self._state = dataclasses.replace(state, target=target, draft=draft, verified=last)
-        return [output for round_ in rounds for output in read_rounds(round_)], seconds
+        if count > 1:
+            read_rounds(rounds.pop(0))
+            start = self._now()
+        outputs = [output for round_ in rounds for output in read_rounds(round_)]
+        return outputs, self._now() - start
 
 
 class MeasuringRunner(SpeculativeRunner):
