@@ -25,7 +25,7 @@ from jaxspec.methods.auto.profiles import (
 )
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
-from jaxspec.methods.core.cost_model import KINDS, LAWS, PRIOR_MEAN, CostModel, fill_rows
+from jaxspec.methods.core.cost_model import KINDS, LAWS, CostModel, fill_rows
 from jaxspec.methods.core.round import read_rounds
 from jaxspec.methods.core.timing import HOPE
 from jaxspec.runtime import hosts
@@ -156,7 +156,7 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     engine.calibrate(params)
     assert clock.samples == samples, "once"
     for worth in engine.runner.worths:
-        assert worth.gain == pytest.approx(HOPE * costs.chain_gain(PRIOR_MEAN, 8), rel=1e-3)
+        assert worth.gain == pytest.approx(HOPE * costs.chain_gain(cost_profile.FIRST_RATE, 8), rel=1e-3)
     # The next process begins with what is most likely.
     again = make_engine(store)
     assert not again.runner.measures and load_costs(find(store)) == again.runner.times == engine.runner.times

@@ -15,7 +15,7 @@ import numpy as np
 from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.methods.auto.online import OPTIMISM, CostFilter, differ
 from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
-from jaxspec.methods.core.cost_model import LAWS, PRIOR_MEAN, CostModel
+from jaxspec.methods.core.cost_model import LAWS, CostModel
 from jaxspec.methods.core.round import ModelParams, StepOutput, count_bytes, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.sequence import CHUNKS, IDLE_ROUNDS
@@ -41,6 +41,8 @@ BRANCH = 2
 PLACE_BRANCH = 4
 # Plain tokens that the end of a prompt, or of each of its pieces, may cost a draft which is fed hidden states.
 MOST_OF_PROMPT = 4.0
+# The chance of a first choice by which a draft takes its first prompt: high, since nothing is learned of others.
+FIRST_RATE = 0.6
 # Tokens after which what was learned is kept the first time; then each time that the number has doubled.
 WORTH_KEEPING = 64
 
@@ -194,7 +196,7 @@ class MeasuringRunner(SpeculativeRunner):
         self.costs = costs
         self.drafter.use_costs(costs)
         for worth, (n, *usual) in zip(self.worths, self._usual, strict=True):
-            worth.believe(costs.gain(*np.divide(usual, n)) if n else costs.chain_gain(PRIOR_MEAN, self._length))
+            worth.believe(costs.gain(*np.divide(usual, n)) if n else costs.chain_gain(FIRST_RATE, self._length))
 
     @property
     def most_taken(self) -> int:

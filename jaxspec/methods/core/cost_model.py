@@ -53,7 +53,7 @@ PRIOR_RATE = (0.05, 0.14, 0.23, 0.32, 0.41, 0.5, 0.59, 0.69, 0.79, 0.88, 0.95)
 CLASSES = len(PRIOR_RATE)
 PRIOR_WEIGHT = 4.0
 # The chance of any first choice, before its probability is known.
-PRIOR_MEAN = 0.6
+PRIOR_MEAN = 0.5
 # Chance that a refused token which a copy proposes, too, is right after all; of a token that a copy alone proposes,
 # by the length of its match (longer ones count as the longest), and a factor where the draft contradicts it.
 AGREEMENT = 0.4
