@@ -155,8 +155,8 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     assert report.pass_cost[1] == pytest.approx(costs.passes[1], abs=1e-3)
     engine.calibrate(params)
     assert clock.samples == samples, "once"
-    for worth in engine.runner.worths:
-        assert worth.gain == pytest.approx(HOPE * costs.chain_gain(cost_profile.FIRST_RATE, 8), rel=1e-3)
+    for worth, rate in zip(engine.runner.worths, cost_profile.FIRST_RATES, strict=True):
+        assert worth.gain == pytest.approx(HOPE * costs.chain_gain(rate, 8), rel=1e-3)
     # The next process begins with what is most likely.
     again = make_engine(store)
     assert not again.runner.measures and load_costs(find(store)) == again.runner.times == engine.runner.times

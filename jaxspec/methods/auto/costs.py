@@ -18,7 +18,7 @@ from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_row
 from jaxspec.methods.core.cost_model import LAWS, CostModel
 from jaxspec.methods.core.round import ModelParams, StepOutput, count_bytes, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
-from jaxspec.methods.core.sequence import CHUNKS, IDLE_ROUNDS
+from jaxspec.methods.core.sequence import ABSENT, CHUNKS, IDLE_ROUNDS, SequenceState
 from jaxspec.methods.core.timing import Worth
 from jaxspec.results import Choice
 from jaxspec.runtime.transfer import place, zeros_of
@@ -41,8 +41,8 @@ BRANCH = 2
 PLACE_BRANCH = 4
 # Plain tokens that the end of a prompt, or of each of its pieces, may cost a draft which is fed hidden states.
 MOST_OF_PROMPT = 4.0
-# The chance of a first choice by which a draft takes its first prompt: high, since nothing is learned of others.
-FIRST_RATE = 0.6
+# The chance of a first choice by which a draft takes its first prompts, of greedy and of sampled texts.
+FIRST_RATES = 0.6, 0.5
 # Tokens after which what was learned is kept the first time; then each time that the number has doubled.
 WORTH_KEEPING = 64
 
@@ -131,10 +131,11 @@ class _Rounds:
         drafter.rest(not passes)
         state = runner.start(0, self._state)
         draft, _ = drafter.resume(self._params, state.draft, self._text[: context + 1], 0)
-        # What is known of drafts would say how long one is worth making. What the cache holds changes no time.
+        # What is known of drafts would say how long one is worth making.
         draft = dataclasses.replace(draft, stats=zeros_of(draft.stats))
-        length = place(np.int32(context), state.target.cache.length.sharding)
-        target = dataclasses.replace(state.target, cache=dataclasses.replace(state.target.cache, length=length))
+        target = _as_long(state.target, context)
+        if draft.sequence is not None and draft.sequence.seen is ABSENT:
+            draft = dataclasses.replace(draft, sequence=_as_long(draft.sequence, context))
         idle: Any = np.int32(IDLE_ROUNDS if steps > 1 else -ROUNDS_PER_DISPATCH)
         roots = [self._unseen] * count if passes or not tokens else self._text[context : context + count].tolist()
         verified, rounds = [first_verified(executor.verified, root) for root in roots], []
@@ -150,6 +151,12 @@ class _Rounds:
             start = self._now()
         outputs = [output for round_ in rounds for output in read_rounds(round_)]
         return outputs, self._now() - start
+
+
+def _as_long(sequence: SequenceState, tokens: int) -> SequenceState:
+    """A model's side of a text of so many tokens, of which it lacks none; what its cache holds changes no time."""
+    length = place(np.int32(tokens), sequence.cache.length.sharding)
+    return dataclasses.replace(sequence, cache=dataclasses.replace(sequence.cache, length=length))
 
 
 class MeasuringRunner(SpeculativeRunner):
@@ -195,8 +202,8 @@ class MeasuringRunner(SpeculativeRunner):
     def _use(self, costs: CostModel) -> None:
         self.costs = costs
         self.drafter.use_costs(costs)
-        for worth, (n, *usual) in zip(self.worths, self._usual, strict=True):
-            worth.believe(costs.gain(*np.divide(usual, n)) if n else costs.chain_gain(FIRST_RATE, self._length))
+        for worth, rate, (n, *usual) in zip(self.worths, FIRST_RATES, self._usual, strict=True):
+            worth.believe(costs.gain(*np.divide(usual, n)) if n else costs.chain_gain(rate, self._length))
 
     @property
     def most_taken(self) -> int:
