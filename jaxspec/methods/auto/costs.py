@@ -23,7 +23,7 @@ from jaxspec.methods.core.timing import Worth
 from jaxspec.results import Choice
 from jaxspec.runtime.transfer import place, zeros_of
 
-# Rounds that are dispatched together for a sample. The first one is not part of it: while it runs the others are
+# Rounds that are dispatched together for a sample. Of several the first one is not timed: while it runs the others are
 # dispatched, as while decoding.
 TOGETHER = 3
 # Samples of each kind of round; seconds that all of them take, warming up included.
@@ -33,8 +33,8 @@ MOST_SAMPLES, ENOUGH_S = 6, 0.45
 LONG_PASS_S, MOST_BYTES = 0.03, 4 << 30
 # Tokens of context at which rounds are timed, as far as the cache has room: attention over them makes rows dearer.
 CONTEXT = 256
-# Tokens after which the text of these rounds repeats itself, and passes of a longer draft than of one pass.
-PERIOD, LONG_DRAFT = 64, 3
+# Tokens after which the text of these rounds repeats itself.
+PERIOD = 64
 # Children of a node that the draft model proposes.
 BRANCH = 2
 # Tokens of each place of a block: below one that was accepted, further ones hardly ever are.
@@ -86,20 +86,23 @@ def measure_rounds(
     out; the more important ones come first. The caller sets the figures of drafts anew afterwards.
     """
     start, rounds, most = now(), _Rounds(runner, params, state, now), costs.passes.size - 1
-    # The first round warms up, and says how long a pass takes.
-    plain_s = rounds.run(0, 0, 1, 1)[1]
+    # The first round warms up. The second one, or a slow first one, says how long a pass takes.
+    *_, plain_s = rounds.run(0, 0, 1, 1)
+    if plain_s < ENOUGH_S / 3:
+        *_, plain_s = rounds.run(0, 0, 1, 1)
     together, steps = (TOGETHER, runner.steps) if plain_s < LONG_PASS_S else (1, 1)
     found = CostFilter(dataclasses.replace(costs, source="measured"), plain_s)
     copied = [(rows - 1, 0) for rows in measured_rows(most + 1)[1:]]
-    drafted = [(min(BRANCH * passes, most), passes) for passes in (1, min(LONG_DRAFT, length))[: min(2, length)]]
-    # What the draft lacks is little where it follows rounds of few tokens.
-    often, once = [(0, 0), *copied[:1], *drafted[:1], *copied[1:2]], [*drafted[1:], *copied[2:]]
+    # A draft of one pass: what others cost is learned while decoding.
+    often, once = [(0, 0), *copied[:1], *[(min(BRANCH, most), 1)] * bool(length), *copied[1:2]], copied[2:]
     for number in range(MOST_SAMPLES):
         for tokens, passes in often if number else often + once:
             plain = 1 if tokens else steps
             count = min(together, 1 if not tokens else 3 if (tokens, passes) in often else 2)
             if now() - start + plain_s * count * (plain - 1 + costs.spent(tokens, passes)) < ENOUGH_S:
-                found.observe(*rounds.run(tokens, passes, plain, count))
+                untimed, outputs, seconds = rounds.run(tokens, passes, plain, count)
+                found.observe(untimed, None)
+                found.observe(outputs, seconds)
         costs, plain_s = found.costs(), found.plain_s or plain_s
     return found
 
@@ -113,16 +116,17 @@ class _Rounds:
         """`state` is donated."""
         self._runner, self._params, self._now, self._state = runner, params, now, state
         self._num_rows, limit = runner.drafter.shapes.batch.rows, runner.executor.placement.num_tokens
-        # The text repeats itself, so that as many tokens can be copied as are wanted. One token is not part of it.
+        # The text repeats itself, so that as many tokens can be copied as are wanted. Some tokens are not part of it.
         context = min(CONTEXT, spare_slots(runner.slots, self._num_rows, runner.steps))
-        self._text, self._unseen = np.arange(context + TOGETHER, dtype=np.int32) % min(PERIOD, limit - 1), limit - 1
+        self._text = np.arange(context + TOGETHER, dtype=np.int32) % max(1, min(PERIOD, limit - TOGETHER))
+        self._unseen = [limit - 1 - number for number in range(TOGETHER)]
         self._request = runner.place_request(SamplingParams(max_tokens=1 << 20, ignore_eos=True), 0, 1)
 
-    def run(self, tokens: int, passes: int, steps: int, count: int) -> tuple[list[StepOutput], float]:
+    def run(self, tokens: int, passes: int, steps: int, count: int) -> tuple[list[StepOutput], list[StepOutput], float]:
         """Rounds that verify so many `tokens`, of a draft of so many `passes` or copied, and their seconds.
 
         Without any, a round decodes `steps` tokens: one, or as many as a plain dispatch. `count` rounds, at most
-        `TOGETHER`, are dispatched together. Of several the first one is left out.
+        `TOGETHER`, are dispatched together. Of several the first one is not timed, and stands apart before the others.
         """
         runner, executor, drafter = self._runner, self._runner.executor, self._runner.drafter
         rows, context = np.arange(self._num_rows), len(self._text) - TOGETHER
@@ -137,8 +141,8 @@ class _Rounds:
         if draft.sequence is not None and draft.sequence.seen is ABSENT:
             draft = dataclasses.replace(draft, sequence=_as_long(draft.sequence, context))
         idle: Any = np.int32(IDLE_ROUNDS if steps > 1 else -ROUNDS_PER_DISPATCH)
-        roots = [self._unseen] * count if passes or not tokens else self._text[context : context + count].tolist()
-        verified, rounds = [first_verified(executor.verified, root) for root in roots], []
+        roots = self._unseen if passes or not tokens else self._text[context:].tolist()
+        verified, rounds = [first_verified(executor.verified, root) for root in roots[:count]], []
         jax.block_until_ready((target, draft))
         start = self._now()
         for before in verified:
@@ -146,11 +150,12 @@ class _Rounds:
             target, draft, last, round_ = runner.dispatch_rounds(self._params, target, draft, before, self._request, 1)
             rounds.append(round_)
         self._state = dataclasses.replace(state, target=target, draft=draft, verified=last)
+        untimed = []
         if count > 1:
-            read_rounds(rounds.pop(0))
+            untimed = read_rounds(rounds.pop(0))
             start = self._now()
         outputs = [output for round_ in rounds for output in read_rounds(round_)]
-        return outputs, self._now() - start
+        return untimed, outputs, self._now() - start
 
 
 def _as_long(sequence: SequenceState, tokens: int) -> SequenceState:
@@ -166,17 +171,17 @@ class MeasuringRunner(SpeculativeRunner):
     """
 
     def __init__(
-        self, *arguments: Any, profile: Path | None, times: RoundTimes | None, length: int,
+        self, *arguments: Any, profile: Path | None, times: RoundTimes | None, length: int, built_in: CostModel,
         weigh: Callable[[RoundTimes | None], CostModel], num_rows: int, **settings: Any,
     ):  # fmt: skip
         """See `SpeculativeRunner`; `profile` is the file for what is measured, None to measure nothing.
 
         `times` were measured before. `length` is that of the longest chain, 0 without a draft. `weigh` makes the
-        `costs` that rounds are weighed with of what was measured.
+        `costs` that rounds are weighed with of what was measured. It is measured from the `built_in` ones on.
         """
         super().__init__(*arguments, num_rows=num_rows, **settings)
-        self._num_rows, self._length, self._weigh = num_rows, length, weigh
-        self._profile = profile if spare_slots(self.slots, num_rows, self.steps) >= 0 else None
+        self._length, self._built_in, self._weigh = length, built_in, weigh
+        self._profile = profile if spare_slots(self.slots, num_rows, self.steps) >= 2 * PERIOD else None
         self.times = times
         self.drafter.learned = None if profile is None else load_learned(profile)
         self._tokens, self._keep_at = 0, WORTH_KEEPING
@@ -191,7 +196,7 @@ class MeasuringRunner(SpeculativeRunner):
     def calibrate(self, params: ModelParams, state: SpeculativeState | None) -> SpeculativeState | None:
         if not self.measures or self._profile is None:
             return state
-        self._filter = measure_rounds(self, params, state, self._length, self._weigh(None))
+        self._filter = measure_rounds(self, params, state, self._length, self._built_in)
         self.measures, self.times = False, self.latest_times()
         assert self.times is not None
         save_costs(self._profile, self.times)
@@ -238,7 +243,7 @@ class MeasuringRunner(SpeculativeRunner):
             return
         self._keep_at = 2 * self._tokens
         times = self.latest_times()
-        if times is not None and times is not self.times:
+        if times is not None and times is not self.times and self.costs.source == "measured":
             save_costs(self._profile, times)
         save_learned(self._profile, jax.device_get(state.draft.stats).all())
 

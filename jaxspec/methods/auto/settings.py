@@ -163,6 +163,7 @@ class Auto(Method):
             target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match, dynamic_rows=True,
             timer=timer or RoundTimer(), profile=profile, times=times, length=0 if draft is None else places or length,
             weigh=lambda times: self.costs(models, times), draft=draft,
+            built_in=dataclasses.replace(self, draft_cost=0.0, pass_cost=(), round_cost=None).costs(models),
         )  # fmt: skip
         if isinstance(previous, MeasuringRunner):
             runner.worths = previous.worths

@@ -208,7 +208,7 @@ class SpeculativeRunner(Runner):
         )  # fmt: skip
         self.held = (self.executor.state, self.drafter.state, self.drafter.shapes, self.executor.verified)
         self.programs = (*self.executor.programs, *self.drafter.programs)
-        # Programs of one round; where rounds share a dispatch, traces alone run them.
+        # Programs of one round; where rounds share a dispatch, traces and rounds under a constraint run them.
         self.single = tuple(filter(None, (self.drafter.draft_program, self.executor.verify_program)))
         self.shared_rounds = None
         propose, model = self.drafter.propose, self.drafter.placement
@@ -381,8 +381,9 @@ class SpeculativeRunner(Runner):
         self, params: ModelParams, state: SpeculativeState, request: Request, matcher: "Matcher", root: int
     ) -> tuple[SpeculativeState, Round]:
         passes, drafter, host = self.constrain(), self.drafter, state.host
+        is_first = not host.begun  # which waits for no draft
         self._begin_rounds(host, request)
-        draft, resting = self._take_prompt(params, state)
+        draft, resting = self._take_prompt(params, state, paused=is_first)
         drafter.rest(resting)
         # Its time says nothing of rounds without a constraint.
         host.dispatched.append((None, False))
