@@ -381,9 +381,8 @@ class SpeculativeRunner(Runner):
         self, params: ModelParams, state: SpeculativeState, request: Request, matcher: "Matcher", root: int
     ) -> tuple[SpeculativeState, Round]:
         passes, drafter, host = self.constrain(), self.drafter, state.host
-        is_first = not host.begun  # which waits for no draft
         self._begin_rounds(host, request)
-        draft, resting = self._take_prompt(params, state, paused=is_first)
+        draft, resting = self._take_prompt(params, state)
         drafter.rest(resting)
         # Its time says nothing of rounds without a constraint.
         host.dispatched.append((None, False))
