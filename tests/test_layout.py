@@ -14,9 +14,9 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_830,
+    "jaxspec": 37_840,
     "jaxspec/*.py": 3_320,
-    "jaxspec/methods": 7_755,
+    "jaxspec/methods": 7_765,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_160,
     "jaxspec/offload": 2_200,

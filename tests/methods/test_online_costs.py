@@ -128,7 +128,7 @@ def dispatch(tokens, passes, drafted=None):
 def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
     worth = Worth(1.2)
     assert worth.taking(10.0) == LEAST_WAIT  # 48 tokens are fewer than a text has
-    assert worth.taking(4.0) == 0.0  # copies will not have brought so many
+    assert worth.taking(4.0) == 1.0  # copies will not have brought so many
     worth.believe(0.9)
     assert worth.taking(4.0) == 200.0
     worth.believe(1.0)  # texts differ
@@ -147,7 +147,7 @@ def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
     assert worth.taking(4.0) == 400.0
     for _ in range(200):
         assert worth.note(dispatch(2, 1), 1.0, 1.0) == pytest.approx(1.0, abs=0.01)
-    assert worth.taking(4.0) == 0.0
+    assert worth.taking(4.0) == 1.0
     # Answers of a few tokens end before a draft has paid for a long prompt.
     for _ in range(40):
         worth.end_text(6, False, 0.0)

@@ -87,9 +87,9 @@ def measure_rounds(
     """
     start, rounds, most = now(), _Rounds(runner, params, state, now), costs.passes.size - 1
     # The first round warms up. The second one, or a slow first one, says how long a pass takes.
-    *_, plain_s = rounds.run(0, 0, 1, 1)
+    *_, plain_s = rounds.run(0, 0, 1)
     if plain_s < ENOUGH_S / 3:
-        *_, plain_s = rounds.run(0, 0, 1, 1)
+        *_, plain_s = rounds.run(0, 0, 1)
     together, steps = (TOGETHER, runner.steps) if plain_s < LONG_PASS_S else (1, 1)
     found = CostFilter(dataclasses.replace(costs, source="measured"), plain_s)
     copied = [(rows - 1, 0) for rows in measured_rows(most + 1)[1:]]
@@ -97,10 +97,10 @@ def measure_rounds(
     often, once = [(0, 0), *copied[:1], *[(min(BRANCH, most), 1)] * bool(length), *copied[1:2]], copied[2:]
     for number in range(MOST_SAMPLES):
         for tokens, passes in often if number else often + once:
-            plain = 1 if tokens else steps
+            more = 0 if tokens else steps - 1  # tokens of the same round
             count = min(together, 1 if not tokens else 3 if (tokens, passes) in often else 2)
-            if now() - start + plain_s * count * (plain - 1 + costs.spent(tokens, passes)) < ENOUGH_S:
-                untimed, outputs, seconds = rounds.run(tokens, passes, plain, count)
+            if now() - start + plain_s * count * (more + costs.spent(tokens, passes)) < ENOUGH_S:
+                untimed, outputs, seconds = rounds.run(tokens, passes, count, several=more > 0)
                 found.observe(untimed, None)
                 found.observe(outputs, seconds)
         costs, plain_s = found.costs(), found.plain_s or plain_s
@@ -122,11 +122,13 @@ class _Rounds:
         self._unseen = [limit - 1 - number for number in range(TOGETHER)]
         self._request = runner.place_request(SamplingParams(max_tokens=1 << 20, ignore_eos=True), 0, 1)
 
-    def run(self, tokens: int, passes: int, steps: int, count: int) -> tuple[list[StepOutput], list[StepOutput], float]:
+    def run(
+        self, tokens: int, passes: int, count: int, several: bool = False
+    ) -> tuple[list[StepOutput], list[StepOutput], float]:
         """Rounds that verify so many `tokens`, of a draft of so many `passes` or copied, and their seconds.
 
-        Without any, a round decodes `steps` tokens: one, or as many as a plain dispatch. `count` rounds, at most
-        `TOGETHER`, are dispatched together. Of several the first one is not timed, and stands apart before the others.
+        Without any, a round decodes one token, or `several`: as many as a plain dispatch. `count` rounds, at most
+        `TOGETHER`, are dispatched together. If there are more than one, the first is not timed, and stands apart.
         """
         runner, executor, drafter = self._runner, self._runner.executor, self._runner.drafter
         rows, context = np.arange(self._num_rows), len(self._text) - TOGETHER
@@ -140,7 +142,7 @@ class _Rounds:
         target = _as_long(state.target, context)
         if draft.sequence is not None and draft.sequence.seen is ABSENT:
             draft = dataclasses.replace(draft, sequence=_as_long(draft.sequence, context))
-        idle: Any = np.int32(IDLE_ROUNDS if steps > 1 else -ROUNDS_PER_DISPATCH)
+        idle: Any = np.int32(IDLE_ROUNDS if several else -ROUNDS_PER_DISPATCH)
         roots = self._unseen if passes or not tokens else self._text[context:].tolist()
         verified, rounds = [first_verified(executor.verified, root) for root in roots[:count]], []
         jax.block_until_ready((target, draft))

@@ -21,7 +21,7 @@ DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.05, 0.12
 MOST_OFF = 2.0
 # Tokens that a draft has to take after a round with a draft, and so many that such a draft says nothing of others.
 USUALLY_LACKING, MOST_LACKING = 2, 64
-# Plain dispatches whose median sets the scale: a single one may have waited for whoever reads a stream.
+# Plain dispatches whose median sets the scale: a single one may have waited for the reader of a stream.
 SCALE_OF = 3
 # Dispatches that are taken in together, once the scale is known: each alone takes several times as long, on a core that
 # computes a round meanwhile.

@@ -327,7 +327,7 @@ class SpeculativeRunner(Runner):
         self, params: ModelParams, state: SpeculativeState, request: Request, room: int
     ) -> tuple[SpeculativeState, Round, int]:
         # A round that would wait for programs decodes plainly, and its time says nothing of the rounds to come.
-        shared = None if trace.active is not None else self.shared_rounds
+        shared = self._shared
         wanted = self.single if shared is None else (shared,)
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
         # The first token waits for no others, and not for the draft.
@@ -404,18 +404,22 @@ class SpeculativeRunner(Runner):
             verified = dataclasses.replace(verified, count=zeros_of(verified.count))
         return SpeculativeState(target, draft, verified, host), round_
 
+    @property
+    def _shared(self) -> Program | None:
+        """The program of several rounds; a trace shows those of one."""
+        return None if trace.active is not None else self.shared_rounds
+
     def dispatch_rounds(
         self, params: ModelParams, target: SequenceState, draft: Any, verified: Verified, request: Request, count: int
     ) -> tuple[SequenceState, Any, Verified, Round]:
         """Dispatch up to `count` rounds at once, or one by two programs; the states and `verified` are donated."""
-        if self.shared_rounds is None or trace.active is not None:
+        shared = self._shared
+        if shared is None:
             target, draft, batch = self.drafter.draft(params, target, draft, verified, request)
             target, verified, round_ = self.executor.verify(params.target, target, batch, request)
             return target, draft, verified, round_
         model = () if self.drafter.placement is None else params.draft
-        return self.shared_rounds(
-            params.target, model, target, draft, verified, request, self.drafter.operands, np.int32(count)
-        )
+        return shared(params.target, model, target, draft, verified, request, self.drafter.operands, np.int32(count))
 
     def copy_from(self, earlier: np.ndarray) -> None:
         self.drafter.earlier = earlier

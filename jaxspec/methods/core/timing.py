@@ -29,7 +29,7 @@ USUAL_ROUNDS, HOPE, FIRST_WAIT, LONGEST_WAIT = 96, 1.05, 50.0, 800.0
 # Tokens that a text is believed to have before any has ended, and texts after which an earlier one counts a third.
 FIRST_LENGTH, USUAL_TEXTS = 128.0, 8
 # Tokens of a text after which a draft takes its prompt at the earliest: till then copies may have begun to bring all.
-# Where it has paid for the prompt after so few tokens, it takes it after the first one.
+# Where it has paid for the prompt after so few tokens, it takes it after the first one, which never waits for it.
 LEAST_WAIT, AT_ONCE = 4.0, 32.0
 
 
@@ -210,7 +210,7 @@ class Worth:
         needed = min(pays, self._wait * cost - self._rested)
         # Of a text that is longer than usual, as many tokens may come as came already.
         wait = 0.0 if needed <= min(self._length, most) else needed
-        return wait if pays <= AT_ONCE else max(LEAST_WAIT, wait)
+        return max(1.0 if pays <= AT_ONCE else LEAST_WAIT, wait)
 
     def end_text(self, decoded: int, taken: bool, gained: float) -> None:
         """A text of so many tokens has ended; was its prompt `taken`, and what did its drafts gain?"""
