@@ -14,13 +14,14 @@ from tiny_pairs import FAMILIES, FLOAT32, VOCAB, draft_params, draft_placement, 
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
+from jaxspec.methods.auto.online import Worth
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import STEPS_OF_SMALL, ModelParams, Models, read_rounds
 from jaxspec.methods.core.runner import HostState
 from jaxspec.methods.core.sequence import CHUNKS
-from jaxspec.methods.core.timing import RoundTimer, Worth
+from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.tree_round import SYNC_ROWS, tree_rows
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.sampled_tree import SampledShape
@@ -179,7 +180,7 @@ def forget_drafts(case):
     """Begin the next text with nothing learned of a draft: other tests share the engine, with other drafts."""
     engine_of(case)._idle.clear()
     if isinstance(case.method, Auto):
-        engine_of(case).runner.worths = Worth(1.0), Worth(1.0)
+        engine_of(case).runner.worths = Worth(), Worth()
 
 
 def run(engine, params, prompt, count, seed=0, **sampling):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from jaxspec.methods.auto.costs import AutoChoice
-from jaxspec.methods.auto.online import SCALE_OF, TAKEN_TOGETHER, CostFilter, differ
+from jaxspec.methods.auto.online import HOPE, LEAST_WAIT, SCALE_OF, TAKEN_TOGETHER, CostFilter, Worth, differ
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
-from jaxspec.methods.core.timing import LEAST_WAIT, Worth
 
 BELIEVED = CostModel(1 + 0.1 * np.arange(16.0), draft=0.07, round=0.05, source="measured")
 PLAIN_S = 0.005
@@ -125,18 +124,35 @@ def dispatch(tokens, passes, drafted=None):
     ]
 
 
+def believing(gain, learned=(0, 0, 0, 0)):
+    """A `Worth` by whose costs a chain of one token that is right in half of all places decodes so fast."""
+    worth = Worth(learned)
+    believe(worth, gain)
+    return worth
+
+
+def believe(worth, gain):
+    worth.believe(CostModel(np.ones(2), draft=1.5 / gain - 1, round=0.0), 0.5, 1)
+    return worth
+
+
+def half_right(worth, rounds=1, seconds=None):
+    """Drafts of a token, every second one of which is right; returns what they gained."""
+    return [worth.note(dispatch(1 + n % 2, 1, 1), seconds, seconds and 1.0) for n in range(2 * rounds)]
+
+
 def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
-    worth = Worth(1.2)
-    assert worth.taking(10.0) == LEAST_WAIT  # 48 tokens are fewer than a text has
+    worth = believing(1.2)
+    assert worth.taking(10.0) == LEAST_WAIT  # it has paid for that long before a text ends
     assert worth.taking(4.0) == 1.0  # copies will not have brought so many
-    worth.believe(0.9)
+    believe(worth, 0.9)
     assert worth.taking(4.0) == 200.0
-    worth.believe(1.0)  # texts differ
-    assert worth.taking(4.0) == LEAST_WAIT
+    believe(worth, 1.0)  # texts differ
+    assert worth.taking(1.0) == LEAST_WAIT
     for _ in range(240):
         assert worth.note(dispatch(4, 0), 4.0, 1.0) == 0.0
-        assert worth.note(dispatch(2, 1), 2.4, 1.0) == pytest.approx(-0.4, abs=0.01)
-    worth.believe(1.5)  # most of what is known was timed
+        assert sum(half_right(worth, seconds=1.8)) == pytest.approx(-0.6, abs=0.01)
+    believe(worth, 1.5)  # most of what is known was timed
     # It seems to be tried once in a while, and is not after it was.
     assert worth.taking(4.0) == 200.0
     # At once where the answer may have so many tokens: later, more than that would be lacking.
@@ -145,22 +161,46 @@ def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
     assert worth.taking(4.0) == LEAST_WAIT
     worth.end_text(40, True, -1.0)
     assert worth.taking(4.0) == 400.0
-    for _ in range(200):
-        assert worth.note(dispatch(2, 1), 1.0, 1.0) == pytest.approx(1.0, abs=0.01)
+    for _ in range(100):
+        assert sum(half_right(worth, seconds=1.0)) == pytest.approx(1.0, abs=0.01)
+    # One text in which they gained nothing is no reason to wait for longer, if they do on the whole.
+    worth.end_text(40, True, -1.0)
     assert worth.taking(4.0) == 1.0
+    believe(worth, 0.01)
+    for _ in range(200):
+        half_right(worth, seconds=1.8)
+    assert worth.taking(4.0) == 200.0
     # Answers of a few tokens end before a draft has paid for a long prompt.
+    worth = believing(1.5)
     for _ in range(40):
         worth.end_text(6, False, 0.0)
-    assert 16 < worth.taking(8.0) < 20
+    assert 20 < worth.taking(8.0) < 26
+
+
+def test_a_draft_that_is_always_wrong_takes_no_more_prompts():
+    """Its rounds are so few that their times say little; what they brought says it."""
+    worth = believing(1.2)
+    for _ in range(6):
+        worth.note(dispatch(1, 1), None, None)
+    assert worth.gain < 1 and worth.taking(4.0) == 200.0
+    # What was learned earlier counts as more than a few drafts do.
+    worth = believing(1.2, (40, 20, 40, 40))
+    for _ in range(6):
+        worth.note(dispatch(1, 1), None, None)
+    assert worth.gain == pytest.approx(HOPE * 1.2 * (1 + 22 / 50) / 1.5, rel=0.01)
+    # A draft none of whose tokens was worth a row brought nothing, though plain decoding went on in its round.
+    worth = believing(1.2)
+    for _ in range(6):
+        worth.note(dispatch(8, 1, 0), None, None)
+    assert worth.gain < 1
 
 
 def test_copies_and_interruptions_say_nothing_of_drafts():
-    worth, before = Worth(1.2), None
+    worth = believing(1.2)
+    before = worth.taking(50.0)
     for outputs in (dispatch(9, 0, 8), dispatch(9, 1, 8), dispatch(4, 0) + dispatch(9, 0, 8)):
-        before = worth.taking(50.0)
         assert worth.note(outputs, 9.0, 1.0) == 0.0 and worth.taking(50.0) == before
-    for seconds, plain_s in ((None, 1.0), (9.0, None)):
-        assert worth.note(dispatch(2, 1), seconds, plain_s) == 0.0 and worth.taking(50.0) == before
+    assert worth.note(dispatch(2, 1), None, 1.0) == worth.note(dispatch(2, 1), 9.0, None) == 0.0
     assert worth.note(dispatch(2, 1), 1e4, 1.0) == -4.0
 
 

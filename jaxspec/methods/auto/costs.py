@@ -13,13 +13,12 @@ import jax
 import numpy as np
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
-from jaxspec.methods.auto.online import OPTIMISM, CostFilter, differ
+from jaxspec.methods.auto.online import OPTIMISM, CostFilter, Worth, differ
 from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
 from jaxspec.methods.core.cost_model import LAWS, CostModel
 from jaxspec.methods.core.round import ModelParams, StepOutput, count_bytes, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.sequence import ABSENT, CHUNKS, IDLE_ROUNDS, SequenceState
-from jaxspec.methods.core.timing import Worth
 from jaxspec.results import Choice
 from jaxspec.runtime.transfer import place, zeros_of
 
@@ -188,8 +187,8 @@ class MeasuringRunner(SpeculativeRunner):
         self.drafter.learned = None if profile is None else load_learned(profile)
         self._tokens, self._keep_at = 0, WORTH_KEEPING
         # One is for greedy texts, and one for sampled ones.
-        self.worths, learned = (Worth(), Worth()), self.drafter.learned
-        self._usual = np.zeros((LAWS, 4)) if learned is None else learned["asked"]
+        learned = self.drafter.learned
+        self.worths = tuple(map(Worth, np.zeros((LAWS, 4)) if learned is None else learned["asked"]))
         self._use(weigh(times))
         self._filter = CostFilter(self.costs)
         small = count_bytes(self.executor.placement.params()) <= MOST_BYTES
@@ -209,8 +208,9 @@ class MeasuringRunner(SpeculativeRunner):
     def _use(self, costs: CostModel) -> None:
         self.costs = costs
         self.drafter.use_costs(costs)
-        for worth, rate, (n, *usual) in zip(self.worths, FIRST_RATES, self._usual, strict=True):
-            worth.believe(costs.gain(*np.divide(usual, n)) if n else costs.chain_gain(rate, self._length))
+        if self._length:
+            for worth, rate in zip(self.worths, FIRST_RATES, strict=True):
+                worth.believe(costs, rate, self._length)
 
     @property
     def most_taken(self) -> int:

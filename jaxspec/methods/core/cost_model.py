@@ -132,11 +132,15 @@ class CostModel:
         """Speed over plain decoding of drafts that bring so many tokens; numbers or arrays."""
         return (1 + brought) / self.spent(rows, passes) * self.rounds[0]
 
-    def chain_gain(self, rate: float, length: int) -> float:
-        """`gain` of the best chain of up to `length` tokens, each of which is right with a chance of `rate`."""
-        tokens = np.arange(1, min(length, len(self.passes) - 1) + 1)
-        passes = np.ones_like(tokens) if self.one_pass else tokens
-        return float(self.gain(np.cumsum(rate**tokens), tokens, passes).max(initial=0.0))
+    def best_chain(self, rate: float, length: int) -> tuple[float, float, float]:
+        """Tokens that the best chain of up to `length` brings, 1 or more, its rows and its passes.
+
+        Each of its tokens is right with a chance of `rate`.
+        """
+        rows = np.arange(1, min(length, len(self.passes) - 1) + 1)
+        tokens, passes = np.cumsum(rate**rows), np.ones_like(rows) if self.one_pass else rows
+        best = int(self.gain(tokens, rows, passes).argmax())
+        return float(tokens[best]), float(rows[best]), float(passes[best])
 
     def place(self, placement: Placement) -> PlacedCosts:
         """The figures on a model's devices."""

@@ -4,12 +4,9 @@ The decision about pauses follows a clock, which is that of process 0 where ther
 """
 
 import collections
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.runtime import hosts
@@ -22,15 +19,6 @@ PLAIN_EVERY, PLAIN_REMEMBERED, REMEMBERED = 64, 9, 64
 ENOUGH_ROUNDS, FIRST_PAUSE, LONGEST_PAUSE = 12, 32, 1024
 # Rounds slower than this many times the expected time are outliers, such as a paused consumer.
 OUTLIER = 10
-# Drafted rounds after which an earlier one counts a third. What is hoped for beyond the mean gain: texts differ, and in
-# those where drafts do not pay, rounds soon draft nothing. A draft that seems not to pay takes a prompt, to see if it
-# does now, where so many times what that costs are decoded without it: at first, and at most after vain trials.
-USUAL_ROUNDS, HOPE, FIRST_WAIT, LONGEST_WAIT = 96, 1.05, 50.0, 800.0
-# Tokens that a text is believed to have before any has ended, and texts after which an earlier one counts a third.
-FIRST_LENGTH, USUAL_TEXTS = 128.0, 8
-# Tokens of a text after which a draft takes its prompt at the earliest: till then copies may have begun to bring all.
-# Where it has paid for the prompt after so few tokens, it takes it after the first one, which never waits for it.
-LEAST_WAIT, AT_ONCE = 4.0, 32.0
 
 
 def time_turns(turn: Callable[[], dict[Any, float]], samples: int) -> list[dict[Any, float]]:
@@ -159,64 +147,3 @@ class RoundTimer:
     def _usual(self, tokens: int, drafted: bool) -> float:
         plain_s = None if self.plain_s is None else self.plain_s * (1 if drafted else tokens)
         return (drafted and self.drafted_s) or plain_s or 0.0
-
-
-class Worth:
-    """When a draft takes a prompt: by what drafts are believed to bring and recent ones brought, else now and then.
-
-    Tokens are those that were not copied; costs are in tokens of plain decoding.
-    """
-
-    def __init__(self, gain: float = 1.0):
-        """See `believe`."""
-        self.believe(gain)
-        self._weight, self._timed = float(USUAL_ROUNDS), np.zeros(2)  # of the belief; tokens, and what they cost
-        self._wait, self._rested = FIRST_WAIT, 0.0
-        self._length = FIRST_LENGTH  # of a usual text
-
-    def believe(self, gain: float) -> None:
-        """Drafts are believed to decode `gain` times as fast as plain decoding; less and less as some are timed."""
-        self._believed = gain
-
-    @property
-    def gain(self) -> float:
-        """Speed of drafted rounds over plain decoding that is hoped for, by what is believed and was timed of late."""
-        tokens, spent = self._timed + self._weight * np.array([self._believed, 1.0])
-        return float(HOPE * tokens / spent)
-
-    def note(self, outputs: Sequence[StepOutput], seconds: float | None, plain_s: float | None) -> float:
-        """Take in a dispatch, if it was timed; returns what drafts gained in it, in tokens, which take `plain_s` each.
-
-        Times say it, and not costs: what was wrong in these would be wrong here.
-        """
-        # A chain of so many passes brings no more; the others are of copies.
-        tokens, passes = sum(len(o.tokens) for o in outputs), sum(o.draft_passes for o in outputs)
-        copied = any(o.drafted and (not o.draft_passes or len(o.tokens) > 1 + o.draft_passes) for o in outputs)
-        if not seconds or not plain_s or copied or not passes:
-            return 0.0
-        # An interruption counts no more than a slow moment.
-        spent = min(seconds / plain_s, 2.0 * tokens + 2.0 * len(outputs))
-        kept = (1 - 1 / USUAL_ROUNDS) ** len(outputs)
-        self._weight, self._timed = kept * self._weight, kept * self._timed + np.array([tokens, spent])
-        return tokens - spent
-
-    def taking(self, cost: float, most: float = math.inf) -> float:
-        """Tokens of an answer after which the draft takes what it lacks, at the cost of `cost` tokens.
-
-        At once, if the answer is expected to have so many: as many as usual, but at most `most`. Later in a text, what
-        the draft lacks may grow faster than what its trial may cost.
-        """
-        pays = cost / (1 - 1 / self.gain) if self.gain > 1 else math.inf
-        needed = min(pays, self._wait * cost - self._rested)
-        # Of a text that is longer than usual, as many tokens may come as came already.
-        wait = 0.0 if needed <= min(self._length, most) else needed
-        return max(1.0 if pays <= AT_ONCE else LEAST_WAIT, wait)
-
-    def end_text(self, decoded: int, taken: bool, gained: float) -> None:
-        """A text of so many tokens has ended; was its prompt `taken`, and what did its drafts gain?"""
-        self._length += (decoded - self._length) / USUAL_TEXTS
-        if not taken:
-            self._rested += decoded
-            return
-        self._rested = 0.0
-        self._wait = FIRST_WAIT if gained > 0 else min(2 * self._wait, LONGEST_WAIT)
