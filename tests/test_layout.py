@@ -16,7 +16,7 @@ REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 BUDGETS = {
     "jaxspec": 37_840,
     "jaxspec/*.py": 3_320,
-    "jaxspec/methods": 7_765,
+    "jaxspec/methods": 7_790,
     "jaxspec/sampling jaxspec/tree": 1_490,
     "jaxspec/models": 5_160,
     "jaxspec/offload": 2_200,
@@ -27,7 +27,7 @@ BUDGETS = {
     "pallas_kernels": 7_100,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_506,
     "tools": 8_540,
-    "tests": 38_380,
+    "tests": 38_410,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxspec.methods.core.drafter import run_draft
+from jaxspec.methods.core.draft_passes import run_draft
 from jaxspec.methods.core.timing import medians, time_turns
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
 from jaxspec.models.experts import ExpertsConfig

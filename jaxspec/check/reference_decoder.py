@@ -24,7 +24,7 @@ from jaxspec.models.transformer import vocab_logits
 from jaxspec.offload.executor import TargetPass, make_sequence
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import compile_programs
-from jaxspec.sampling.noise import gumbel_rows
+from jaxspec.sampling.choose import gumbel_rows
 from jaxspec.sampling.processors import GREEDY, History, clean, history_shapes, penalise, process
 from jaxspec.sampling.request import make_request, request_shapes
 

@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Exactness, Method, Store
-from jaxspec.methods.core.drafter import Drafter, block_rows, num_places
-from jaxspec.methods.core.proposals import same_draw
+from jaxspec.methods.core.draft_passes import block_rows, num_places, same_draw
+from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots

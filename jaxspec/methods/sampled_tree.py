@@ -10,8 +10,16 @@ import numpy as np
 from jax import Array
 
 from jaxspec.methods.core.block import fill_block, place_logits
-from jaxspec.methods.core.drafter import ModelDrafter, Root, feed_block, keep_states, run_draft, run_root, run_verified
-from jaxspec.methods.core.proposals import PathHistory
+from jaxspec.methods.core.draft_passes import (
+    PathHistory,
+    Root,
+    feed_block,
+    keep_states,
+    run_draft,
+    run_root,
+    run_verified,
+)
+from jaxspec.methods.core.drafter import ModelDrafter
 from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.methods.core.verify import Draft, Rule
 from jaxspec.models.config import TENSOR_AXIS

@@ -9,8 +9,8 @@ from typing import ClassVar
 from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
-from jaxspec.methods.core.drafter import Drafter, block_rows, num_places
-from jaxspec.methods.core.proposals import RANKINGS, Ranking, tree_proposals
+from jaxspec.methods.core.draft_passes import RANKINGS, Ranking, block_rows, num_places, tree_proposals
+from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots

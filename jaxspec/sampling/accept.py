@@ -28,8 +28,7 @@ from jax import Array, lax
 from jaxspec.config import MAX_LOGPROBS
 from jaxspec.models.vocab import VocabShard
 from jaxspec.pytree import pytree
-from jaxspec.sampling.choose import choose, rank_tokens
-from jaxspec.sampling.noise import gumbel_rows, role_key, uniform_at
+from jaxspec.sampling.choose import choose, gumbel_rows, rank_tokens, role_key, uniform_at
 from jaxspec.sampling.processors import Histories, History, Processors, decide, extend_history, process, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.tree.tree import Batch, ancestor_matrix

@@ -11,7 +11,7 @@ from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
-from jaxspec.sampling.noise import seed_key
+from jaxspec.sampling.choose import seed_key
 from jaxspec.sampling.processors import Processors, Variant, from_sampling, processor_specs
 
 

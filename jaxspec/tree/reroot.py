@@ -1,62 +1,11 @@
-"""Following verified tokens through a tree, and moving its root there (docs/algorithms.md, "Re-rooting")."""
+"""Moving a tree's root along verified tokens (docs/algorithms.md, "Re-rooting")."""
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.pytree import pytree
-from jaxspec.tree.tree import Tree, init_tree
-from pallas_kernels import registry
-
-
-def follow(tree: Tree, tokens: Array, count: Array) -> tuple[Array, Array]:
-    """Walk from the root along verified tokens as far as nodes go.
-
-    `tokens`, int32 [P], are the `count` tokens verified since the root: accepted ones, then the bonus token. `count` is
-    at least 1. The tree's root is the token before `tokens[0]`; an empty tree needs the root itself as `tokens`.
-
-    Returns:
-      rows: int32 [P + 1], the old root and the nodes reached, in order of depth; after `reached` arbitrary.
-      reached: int32 [], nodes reached, the old root included; 0 if it was never evaluated.
-    """
-    if not registry.current().takes_cpu_forms:
-        return _follow_at_once(tree, tokens, count)
-
-    def step(state, token_and_place):
-        row, reached = state
-        token, place = token_and_place
-        hit = (tree.child_token[row] == token) & (tree.child_row[row] >= 0)
-        # Only a path without gaps: once a token has no row, no later one has.
-        go_on = (reached == place + 1) & (place < count) & hit.any()
-        row = jnp.where(go_on, tree.child_row[row][jnp.argmax(hit)], row)
-        return (row, reached + go_on), row
-
-    places = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    planted = (tree.size > 0).astype(jnp.int32)
-    (_, reached), rows = jax.lax.scan(step, (jnp.int32(0), planted), (tokens, places))
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), rows]), reached
-
-
-def _follow_at_once(tree: Tree, tokens: Array, count: Array) -> tuple[Array, Array]:
-    """`follow` without a turn for each token: a few launches on an accelerator instead of a few for each turn."""
-    row = jnp.arange(tree.rows, dtype=jnp.int32)
-    known = (tree.depth > 0) & (tree.depth <= count) & (tree.token == tokens[jnp.maximum(tree.depth - 1, 0)])
-    # A node is reached if it and all above it carry the verified tokens. Siblings differ: one of each depth at most.
-    reached = (row < tree.size) & ((known | (row == 0))[None, :] | ~tree.ancestors).all(axis=1)
-    depth = jnp.arange(tokens.shape[0] + 1, dtype=jnp.int32)
-    here = reached[None, :] & (tree.depth[None, :] == depth[:, None])
-    return jnp.argmax(here, axis=1).astype(jnp.int32), reached.sum(dtype=jnp.int32)
-
-
-def pending_tokens(tokens: Array, count: Array, reached: Array) -> tuple[Array, Array]:
-    """Verified tokens that the draft has no keys and values for: int32 [2], and how many, 0 to 2.
-
-    Only evaluated nodes have children, so all but the last accepted token and the bonus token were evaluated.
-    Arguments are those of `follow`, and its second result.
-    """
-    first = jnp.maximum(reached - 1, 0)
-    last = tokens.shape[0] - 1
-    return tokens[jnp.clip(first + jnp.arange(2), 0, last)], count - first
+from jaxspec.tree.tree import Tree, follow, init_tree, pending_tokens
 
 
 @pytree

@@ -14,14 +14,13 @@ from tiny_pairs import FAMILIES, FLOAT32, VOCAB, draft_params, draft_placement, 
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
-from jaxspec.methods.auto.online import Worth
 from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.autoregressive import Autoregressive
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core.round import STEPS_OF_SMALL, ModelParams, Models, read_rounds
 from jaxspec.methods.core.runner import HostState
 from jaxspec.methods.core.sequence import CHUNKS
-from jaxspec.methods.core.timing import RoundTimer
+from jaxspec.methods.core.timing import RoundTimer, Worth
 from jaxspec.methods.core.tree_round import SYNC_ROWS, tree_rows
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.sampled_tree import SampledShape

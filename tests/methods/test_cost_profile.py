@@ -14,7 +14,6 @@ from jaxspec.engine import Engine
 from jaxspec.methods.auto import costs as cost_profile
 from jaxspec.methods.auto import profiles
 from jaxspec.methods.auto.costs import spare_slots
-from jaxspec.methods.auto.online import HOPE
 from jaxspec.methods.auto.profiles import (
     RoundTimes,
     find_costs,
@@ -28,6 +27,7 @@ from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.base import Store
 from jaxspec.methods.core.cost_model import KINDS, LAWS, CostModel, fill_rows
 from jaxspec.methods.core.round import read_rounds
+from jaxspec.methods.core.timing import HOPE
 from jaxspec.runtime import hosts
 from jaxspec.runtime.store import limit, program_files
 

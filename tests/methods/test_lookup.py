@@ -40,8 +40,7 @@ from jaxspec.methods.core.tree_drafter import TreeDrafter
 from jaxspec.methods.core.tree_round import TreeSettings
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.sampling.accept import Verified
-from jaxspec.tree.grow import plant
-from jaxspec.tree.tree import Candidates, init_tree, pack_best, proposals
+from jaxspec.tree.tree import Candidates, init_tree, pack_best, plant, proposals
 
 CAPACITY = 96
 PLACEMENT = place(FAMILIES["llama"])

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from jaxspec.methods.auto.costs import AutoChoice
-from jaxspec.methods.auto.online import HOPE, LEAST_WAIT, SCALE_OF, TAKEN_TOGETHER, CostFilter, Worth, differ
+from jaxspec.methods.auto.online import SCALE_OF, TAKEN_TOGETHER, CostFilter, differ
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
+from jaxspec.methods.core.timing import HOPE, LEAST_WAIT, Worth
 
 BELIEVED = CostModel(1 + 0.1 * np.arange(16.0), draft=0.07, round=0.05, source="measured")
 PLAIN_S = 0.005

@@ -46,7 +46,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.methods.core.round import DraftCounts, ModelParams
 from jaxspec.methods.swiftspec.messages import pack_batch, pack_verified, unpack_batch, unpack_verified
 from jaxspec.sampling.accept import Verified
-from jaxspec.sampling.noise import gumbel_at, seed_key
+from jaxspec.sampling.choose import gumbel_at, seed_key
 from jaxspec.tree.tree import Batch
 
 pytestmark = pytest.mark.thorough

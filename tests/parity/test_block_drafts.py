@@ -44,7 +44,7 @@ from jaxspec.checkpoint.eagle import open_feature_draft
 from jaxspec.checkpoint.load import load_foreign, open_weights
 from jaxspec.errors import CheckpointError, ConfigError
 from jaxspec.methods.core.block import Block, make_table
-from jaxspec.methods.core.proposals import DraftModel
+from jaxspec.methods.core.draft_passes import DraftModel
 from jaxspec.models.feature_draft import forward_block, fuse, logits_after, prefill_draft
 from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.mesh import plan_mesh

@@ -15,7 +15,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
 from jaxspec.loading import OpenModels
 from jaxspec.methods.chain import Chain
-from jaxspec.methods.core.drafter import run_verified
+from jaxspec.methods.core.draft_passes import run_verified
 from jaxspec.methods.core.round import read_rounds
 from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.models.feature_draft import forward_draft, fuse, prefill_draft

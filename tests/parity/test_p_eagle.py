@@ -12,7 +12,7 @@ from tiny_models import empty_cache, on_one_device
 
 from jaxspec.checkpoint.eagle import open_feature_draft
 from jaxspec.checkpoint.load import load_foreign
-from jaxspec.methods.core.drafter import run_verified
+from jaxspec.methods.core.draft_passes import run_verified
 from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.models.feature_draft import fuse, prefill_draft
 from jaxspec.models.transformer import vocab_logits

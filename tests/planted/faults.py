@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxspec.methods.core import round
 from jaxspec.models import kv_cache, layer, rope, transformer
-from jaxspec.sampling import accept, noise
+from jaxspec.sampling import accept, choose
 from jaxspec.tree import reroot, tree
 
 
@@ -179,7 +179,7 @@ FAULTS = {
     ),
     "noise reused": Fault(
         "two neighbouring positions draw with the same noise",
-        noise, "gumbel_rows", neighbours_share_noise,
+        choose, "gumbel_rows", neighbours_share_noise,
         "tests/sampling/test_noise.py::test_independent_across_positions_and_ids",
     ),
     "draft judges itself": Fault(

@@ -19,7 +19,7 @@ from sampling_reference import process_reference
 from scipy.special import gammaincc
 
 from jaxspec.config import SamplingParams
-from jaxspec.methods.core.proposals import PathHistory, most_probable, same_draw
+from jaxspec.methods.core.draft_passes import PathHistory, most_probable, same_draw
 from jaxspec.methods.sampled_tree import SampledShape
 from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.accept import Decide, RowLogits, draw_children, match_rule, rejection_rule, walk

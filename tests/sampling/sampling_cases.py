@@ -12,8 +12,7 @@ from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.models.vocab import VocabShard
 from jaxspec.runtime.mesh import plan_mesh
-from jaxspec.sampling.choose import choose
-from jaxspec.sampling.noise import gumbel_rows, seed_key
+from jaxspec.sampling.choose import choose, gumbel_rows, seed_key
 from jaxspec.sampling.processors import (
     History,
     from_sampling,

@@ -46,7 +46,7 @@ from sampling_cases import shard_call
 from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
 from jaxspec.sampling.accept import children_mask, find_child
-from jaxspec.sampling.noise import gumbel_rows, role_key
+from jaxspec.sampling.choose import gumbel_rows, role_key
 from jaxspec.sampling.processors import processor_specs
 
 

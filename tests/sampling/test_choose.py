@@ -10,8 +10,7 @@ from sampling_cases import PADDED, ROWS, SHARDS, VOCAB, run
 from jaxspec.config import SamplingParams
 from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.accept import match_rule, rank_rows, walk, walk_at_once
-from jaxspec.sampling.choose import choose
-from jaxspec.sampling.noise import seed_key
+from jaxspec.sampling.choose import choose, seed_key
 from jaxspec.sampling.processors import History, from_sampling, process, score
 from jaxspec.sampling.request import Request
 from jaxspec.tree.tree import Batch

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from sampling_cases import noise_function, shard_call
 
 from jaxspec.models.config import TENSOR_AXIS
-from jaxspec.sampling.noise import gumbel_at, gumbel_from_bits, gumbel_rows, role_key, seed_key, threefry, uniform_at
+from jaxspec.sampling.choose import gumbel_at, gumbel_from_bits, gumbel_rows, role_key, seed_key, threefry, uniform_at
 
 _EULER = 0.5772156649
 

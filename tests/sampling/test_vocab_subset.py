@@ -14,8 +14,7 @@ from sampling_cases import noise_function, shard_call
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
-from jaxspec.sampling.choose import choose
-from jaxspec.sampling.noise import gumbel_rows, seed_key
+from jaxspec.sampling.choose import choose, gumbel_rows, seed_key
 from jaxspec.sampling.processors import (
     from_sampling,
     init_history,

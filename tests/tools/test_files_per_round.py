@@ -14,10 +14,10 @@ def test_the_page_shows_what_a_round_enters(name):
 
 def test_a_table_is_read_as_it_is_written():
     found = {
-        "chain": {"tree/grow.py": "x", "models/feature_draft.py": "f", "tree/tree.py": "p"},
+        "chain": {"tree/reroot.py": "x", "models/feature_draft.py": "f", "tree/tree.py": "p"},
         "ar": {"models/transformer.py": "x"},
     }
-    words = {"tree/grow.py": "how it grows", "models/transformer.py": "the pass"}
+    words = {"tree/reroot.py": "its next root", "models/transformer.py": "the pass"}
     read, others = files_per_round.read_table(f"# A page\n\n{files_per_round.table(found, words)}\n")
     assert read == found and words.items() <= others.items() and all(others.values())
     assert [files_per_round.num_files(marks) for marks in found.values()] == [2, 1]

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.tree.grow import add_rows, pick_leaves, picked_mask, plant
-from jaxspec.tree.tree import init_tree
+from jaxspec.tree.tree import add_rows, init_tree, pick_leaves, picked_mask, plant
 
 VOCAB = BRANCH = 6
 LEVELS = 6  # of a table; deeper nodes start at its first level again

@@ -23,8 +23,7 @@ from plain_trees import (
     step_drafts,
 )
 
-from jaxspec.tree.grow import renew_root
-from jaxspec.tree.tree import ancestor_matrix, select_batch
+from jaxspec.tree.tree import ancestor_matrix, renew_root, select_batch
 
 
 def test_growth_equals_a_tree_grown_one_node_at_a_time():

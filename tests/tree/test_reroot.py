@@ -25,8 +25,8 @@ from plain_trees import (
 from test_select import assert_batch
 
 from jaxspec.models.kv_cache import KVCache, commit_rows, permute_window
-from jaxspec.tree.reroot import follow, pending_tokens, reroot
-from jaxspec.tree.tree import init_tree, select_batch
+from jaxspec.tree.reroot import reroot
+from jaxspec.tree.tree import follow, init_tree, pending_tokens, select_batch
 
 ROWS, BRANCH, WIDTH, STEPS = 28, 4, 3, 5
 PATH = STEPS + 2  # the deepest leaf, and a bonus token

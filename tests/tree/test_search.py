@@ -17,7 +17,7 @@ from plain_trees import (
     start,
 )
 
-from jaxspec.tree.grow import is_complete
+from jaxspec.tree.tree import is_complete
 
 
 @functools.cache

@@ -13,12 +13,13 @@ import jax
 import numpy as np
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
-from jaxspec.methods.auto.online import OPTIMISM, CostFilter, Worth, differ
+from jaxspec.methods.auto.online import OPTIMISM, CostFilter, differ
 from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
 from jaxspec.methods.core.cost_model import LAWS, CostModel
 from jaxspec.methods.core.round import ModelParams, StepOutput, count_bytes, first_verified, read_rounds
 from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
 from jaxspec.methods.core.sequence import ABSENT, CHUNKS, IDLE_ROUNDS, SequenceState
+from jaxspec.methods.core.timing import Worth
 from jaxspec.results import Choice
 from jaxspec.runtime.transfer import place, zeros_of
 
@@ -188,7 +189,7 @@ class MeasuringRunner(SpeculativeRunner):
         self._tokens, self._keep_at = 0, WORTH_KEEPING
         # One is for greedy texts, and one for sampled ones.
         learned = self.drafter.learned
-        self.worths = tuple(map(Worth, np.zeros((LAWS, 4)) if learned is None else learned["asked"]))
+        self.worths = tuple(Worth() if learned is None else Worth(learned["asked"][law]) for law in range(LAWS))
         self._use(weigh(times))
         self._filter = CostFilter(self.costs)
         small = count_bytes(self.executor.placement.params()) <= MOST_BYTES

@@ -1,14 +1,13 @@
-"""What is learned while decoding: what rounds cost (`CostFilter`), and whether a draft pays for a prompt (`Worth`)."""
+"""What rounds cost, learned from their times while decoding (`CostFilter`)."""
 
 import dataclasses
-import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxspec.methods.auto.profiles import measured_rows
-from jaxspec.methods.core.cost_model import PRIOR_WEIGHT, CostModel
+from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
 
 # Standard deviations before anything was observed. Those of a plain token and of a draft pass are relative. Those of a
@@ -31,15 +30,6 @@ TAKEN_TOGETHER = 8
 OPTIMISM = 0.5
 # Figures are used once a round of some rows would cost so much more or less by them.
 WORTH_USING = 0.03
-# Drafted rounds after which an earlier one counts a third. What is hoped for beyond the mean gain: texts differ, and in
-# those where drafts do not pay, rounds soon draft nothing. A draft that seems not to pay takes a prompt, to see if it
-# does now, where so many times what that costs are decoded without it: at first, and at most after vain trials.
-USUAL_ROUNDS, HOPE, FIRST_WAIT, LONGEST_WAIT = 96, 1.02, 50.0, 800.0
-# Tokens that a text is believed to have before any has ended, and texts after which an earlier one counts a third.
-FIRST_LENGTH, USUAL_TEXTS = 128.0, 8
-# Tokens of a text after which a draft takes its prompt at the earliest: till then copies may have begun to bring all.
-# Where it has paid for the prompt after so few tokens, it takes it after the first one, which never waits for it.
-LEAST_WAIT, AT_ONCE = 4.0, 32.0
 
 
 class CostFilter:
@@ -151,78 +141,3 @@ def differ(one: CostModel, other: CostModel) -> bool:
     passes = abs(one.rounds / other.rounds - 1).max(initial=0.0)
     drafts = abs(one.draft - other.draft), abs(one.draft_overhead - other.draft_overhead)
     return bool(max(passes, *drafts) > WORTH_USING)
-
-
-class Worth:
-    """When a draft takes a prompt: by what drafts brought and what their rounds took of late, else now and then.
-
-    Tokens are those that were not copied; costs are in tokens of plain decoding.
-    """
-
-    def __init__(self, learned: Sequence[float] = (0.0, 0.0, 0.0, 0.0)):
-        """Of drafts of earlier processes the number, and the tokens that they brought, their rows and their passes."""
-        self._drafts = np.array(learned)
-        self._gain: Callable[..., float] = lambda *_: 1.0
-        self._chain: tuple[float, ...] = (0.0, 0.0, 0.0)
-        self._weight, self._timed = float(USUAL_ROUNDS), np.zeros(2)  # of what costs say; tokens, and what they took
-        self._wait, self._rested = FIRST_WAIT, 0.0
-        self._length = FIRST_LENGTH  # of a usual text
-
-    def believe(self, costs: CostModel, rate: float, length: int) -> None:
-        """Weigh drafts with these costs; a few are believed to be chains whose tokens are right with a chance `rate`.
-
-        `length` is that of the longest one.
-        """
-        self._gain, self._chain = costs.gain, costs.best_chain(rate, length)
-
-    @property
-    def gain(self) -> float:
-        """Speed of drafted rounds over plain decoding that is hoped for, by costs and by what was timed of late."""
-        number, *sums = self._drafts
-        usual = (PRIOR_WEIGHT * np.array(self._chain) + sums) / (PRIOR_WEIGHT + number)
-        tokens, spent = self._timed + self._weight * np.array([self._gain(*usual), 1.0])
-        return float(HOPE * tokens / spent)
-
-    def note(self, outputs: Sequence[StepOutput], seconds: float | None, plain_s: float | None) -> float:
-        """Take in a dispatch; returns what drafts gained in it, in tokens, which take `plain_s` each, if it was timed.
-
-        Times say it, and not costs: what was wrong in these would be wrong here.
-        """
-        # A chain of so many passes brings no more; the others are of copies.
-        copied = any(o.drafted and (not o.draft_passes or len(o.tokens) > 1 + o.draft_passes) for o in outputs)
-        asked = [o for o in outputs if o.draft_passes]
-        if copied or not asked:
-            return 0.0
-        drafts = [(1, len(o.tokens) - 1 if o.drafted else 0, o.drafted, o.draft_passes) for o in asked]
-        kept = (1 - 1 / USUAL_ROUNDS) ** len(outputs)
-        self._drafts = kept * self._drafts + np.sum(drafts, axis=0)
-        if not seconds or not plain_s:
-            return 0.0
-        # An interruption counts no more than a slow moment.
-        tokens = sum(len(o.tokens) for o in outputs)
-        spent = min(seconds / plain_s, 2.0 * tokens + 2.0 * len(outputs))
-        self._weight, self._timed = kept * self._weight, kept * self._timed + np.array([tokens, spent])
-        return tokens - spent
-
-    def taking(self, cost: float, most: float = math.inf) -> float:
-        """Tokens of an answer after which the draft takes what it lacks, at the cost of `cost` tokens.
-
-        At once, if the answer is expected to have so many: as many as usual, but at most `most`. Later in a text, what
-        the draft lacks may grow faster than what its trial may cost.
-        """
-        gain = self.gain
-        pays = cost / (1 - 1 / gain) if gain > 1 else math.inf
-        needed = min(pays, self._wait * cost - self._rested)
-        # Of a text that is longer than usual, as many tokens may come as came already.
-        wait = 0.0 if needed <= min(self._length, most) else needed
-        return max(1.0 if pays <= AT_ONCE else LEAST_WAIT, wait)
-
-    def end_text(self, decoded: int, taken: bool, gained: float) -> None:
-        """A text of so many tokens has ended; was its prompt `taken`, and what did its drafts gain?"""
-        self._length += (decoded - self._length) / USUAL_TEXTS
-        if not taken:
-            self._rested += decoded
-            return
-        self._rested = 0.0
-        is_vain = gained <= 0 and self.gain <= 1
-        self._wait = min(2 * self._wait, LONGEST_WAIT) if is_vain else FIRST_WAIT

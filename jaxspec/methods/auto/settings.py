@@ -24,8 +24,8 @@ from jaxspec.methods.core.cost_model import (
     stream_growth,
     tree_passes,
 )
-from jaxspec.methods.core.drafter import Drafter, block_rows, num_places
-from jaxspec.methods.core.proposals import tree_proposals
+from jaxspec.methods.core.draft_passes import block_rows, num_places, tree_proposals
+from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots

@@ -25,7 +25,7 @@ from jaxspec.methods.core.cost_model import (
     place_kind,
     weigh_prospect,
 )
-from jaxspec.methods.core.proposals import DraftModel, PathHistory
+from jaxspec.methods.core.draft_passes import DraftModel, PathHistory
 from jaxspec.methods.core.tree_round import (
     TreeSettings,
     TreeState,

@@ -18,7 +18,7 @@ from jax import Array
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
 from jaxspec.methods.core.constrained import ConstrainedPasses, ConstrainedSteps
-from jaxspec.methods.core.drafter import Drafter, Pending, Propose
+from jaxspec.methods.core.drafter import Drafter, Pending, ProposeBatch
 from jaxspec.methods.core.executor import TargetExecutor, make_executor
 from jaxspec.methods.core.round import (
     ModelParams,
@@ -451,7 +451,7 @@ def share_dispatches(target: Placement, draft: Placement | None, num_rows: int) 
     return alone and num_rows <= MOST_ROWS and is_small(target)
 
 
-def declare_rounds(executor: TargetExecutor, propose: Propose, params: Any, state: Any, operands: Any) -> Program:
+def declare_rounds(executor: TargetExecutor, propose: ProposeBatch, params: Any, state: Any, operands: Any) -> Program:
     """The program of up to `ROUNDS_PER_DISPATCH` rounds, until they brought as many tokens as a plain dispatch.
 
     More would wait for each other. After the text's end, none follows.

@@ -1,13 +1,17 @@
-"""Times measured on the host: of passes in turn, and of rounds, for what drafting gains and when it should pause.
+"""Times measured on the host: of passes in turn, and of rounds, for what drafting gains, and when it should pause.
 
-The decision about pauses follows a clock, which is that of process 0 where there are several: `hosts.clock`.
+The decision about pauses follows a clock, which is that of process 0 where there are several: `hosts.make_clock`.
 """
 
 import collections
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxspec.methods.core.cost_model import PRIOR_WEIGHT, CostModel
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.runtime import hosts
 
@@ -19,6 +23,15 @@ PLAIN_EVERY, PLAIN_REMEMBERED, REMEMBERED = 64, 9, 64
 ENOUGH_ROUNDS, FIRST_PAUSE, LONGEST_PAUSE = 12, 32, 1024
 # Rounds slower than this many times the expected time are outliers, such as a paused consumer.
 OUTLIER = 10
+# Drafted rounds after which an earlier one counts a third. What is hoped for beyond the mean gain: texts differ, and in
+# those where drafts do not pay, rounds soon draft nothing. A draft that seems not to pay takes a prompt, to see if it
+# does now, where so many times what that costs are decoded without it: at first, and at most after vain trials.
+USUAL_ROUNDS, HOPE, FIRST_WAIT, LONGEST_WAIT = 96, 1.02, 50.0, 800.0
+# Tokens that a text is believed to have before any has ended, and texts after which an earlier one counts a third.
+FIRST_LENGTH, USUAL_TEXTS = 128.0, 8
+# Tokens of a text after which a draft takes its prompt at the earliest: till then copies may have begun to bring all.
+# Where it has paid for the prompt after so few tokens, it takes it after the first one, which never waits for it.
+LEAST_WAIT, AT_ONCE = 4.0, 32.0
 
 
 def time_turns(turn: Callable[[], dict[Any, float]], samples: int) -> list[dict[Any, float]]:
@@ -42,9 +55,9 @@ class RoundTimer:
     one runs while the one before is read. The first one of a text has none before it and is not timed.
     """
 
-    def __init__(self, now: Any = hosts.clock):
-        """Nothing measured; `now` is the clock."""
-        self.now = now  # tells the time in seconds; tests give their own
+    def __init__(self, now: Callable[[], float] | None = None):
+        """Nothing measured; `now` tells the time in seconds, that of process 0 if None."""
+        self.now = now or hosts.make_clock()
         self.total_s = 0.0  # seconds of timed rounds
         # Seconds of one pass that ran beside a round, such as a step of a search; and of all such passes.
         self.pass_s: float | None = None
@@ -147,3 +160,78 @@ class RoundTimer:
     def _usual(self, tokens: int, drafted: bool) -> float:
         plain_s = None if self.plain_s is None else self.plain_s * (1 if drafted else tokens)
         return (drafted and self.drafted_s) or plain_s or 0.0
+
+
+class Worth:
+    """When a draft takes a prompt: by what drafts brought and what their rounds took of late, else now and then.
+
+    Tokens are those that were not copied; costs are in tokens of plain decoding.
+    """
+
+    def __init__(self, learned: Sequence[float] = (0.0, 0.0, 0.0, 0.0)):
+        """Of drafts of earlier processes the number, and the tokens that they brought, their rows and their passes."""
+        self._drafts = np.array(learned)
+        self._gain: Callable[..., float] = lambda *_: 1.0
+        self._chain: tuple[float, ...] = (0.0, 0.0, 0.0)
+        self._weight, self._timed = float(USUAL_ROUNDS), np.zeros(2)  # of what costs say; tokens, and what they took
+        self._wait, self._rested = FIRST_WAIT, 0.0
+        self._length = FIRST_LENGTH  # of a usual text
+
+    def believe(self, costs: CostModel, rate: float, length: int) -> None:
+        """Weigh drafts with these costs; a few are believed to be chains whose tokens are right with a chance `rate`.
+
+        `length` is that of the longest one.
+        """
+        self._gain, self._chain = costs.gain, costs.best_chain(rate, length)
+
+    @property
+    def gain(self) -> float:
+        """Speed of drafted rounds over plain decoding that is hoped for, by costs and by what was timed of late."""
+        number, *sums = self._drafts
+        usual = (PRIOR_WEIGHT * np.array(self._chain) + sums) / (PRIOR_WEIGHT + number)
+        tokens, spent = self._timed + self._weight * np.array([self._gain(*usual), 1.0])
+        return float(HOPE * tokens / spent)
+
+    def note(self, outputs: Sequence[StepOutput], seconds: float | None, plain_s: float | None) -> float:
+        """Take in a dispatch; returns what drafts gained in it, in tokens, which take `plain_s` each, if it was timed.
+
+        Times say it, and not costs: what was wrong in these would be wrong here.
+        """
+        # A chain of so many passes brings no more; the others are of copies.
+        copied = any(o.drafted and (not o.draft_passes or len(o.tokens) > 1 + o.draft_passes) for o in outputs)
+        asked = [o for o in outputs if o.draft_passes]
+        if copied or not asked:
+            return 0.0
+        drafts = [(1, len(o.tokens) - 1 if o.drafted else 0, o.drafted, o.draft_passes) for o in asked]
+        kept = (1 - 1 / USUAL_ROUNDS) ** len(outputs)
+        self._drafts = kept * self._drafts + np.sum(drafts, axis=0)
+        if not seconds or not plain_s:
+            return 0.0
+        # An interruption counts no more than a slow moment.
+        tokens = sum(len(o.tokens) for o in outputs)
+        spent = min(seconds / plain_s, 2.0 * tokens + 2.0 * len(outputs))
+        self._weight, self._timed = kept * self._weight, kept * self._timed + np.array([tokens, spent])
+        return tokens - spent
+
+    def taking(self, cost: float, most: float = math.inf) -> float:
+        """Tokens of an answer after which the draft takes what it lacks, at the cost of `cost` tokens.
+
+        At once, if the answer is expected to have so many: as many as usual, but at most `most`. Later in a text, what
+        the draft lacks may grow faster than what its trial may cost.
+        """
+        gain = self.gain
+        pays = cost / (1 - 1 / gain) if gain > 1 else math.inf
+        needed = min(pays, self._wait * cost - self._rested)
+        # Of a text that is longer than usual, as many tokens may come as came already.
+        wait = 0.0 if needed <= min(self._length, most) else needed
+        return max(1.0 if pays <= AT_ONCE else LEAST_WAIT, wait)
+
+    def end_text(self, decoded: int, taken: bool, gained: float) -> None:
+        """A text of so many tokens has ended; was its prompt `taken`, and what did its drafts gain?"""
+        self._length += (decoded - self._length) / USUAL_TEXTS
+        if not taken:
+            self._rested += decoded
+            return
+        self._rested = 0.0
+        is_vain = gained <= 0 and self.gain <= 1
+        self._wait = min(2 * self._wait, LONGEST_WAIT) if is_vain else FIRST_WAIT

@@ -14,8 +14,8 @@ import numpy as np
 from jaxspec.methods.core.block import block_round
 from jaxspec.methods.core.copies import EARLIER_TOKENS, Text
 from jaxspec.methods.core.cost_model import CostModel, init_acceptance
-from jaxspec.methods.core.drafter import Drafter, Pending, Unfed, feed
-from jaxspec.methods.core.proposals import DraftModel, Propose
+from jaxspec.methods.core.draft_passes import DraftModel, Propose, Unfed, feed
+from jaxspec.methods.core.drafter import Drafter, Pending
 from jaxspec.methods.core.round import ModelParams
 from jaxspec.methods.core.sequence import ABSENT, ModelSequence, PromptStates, SequenceState
 from jaxspec.methods.core.tree_round import (

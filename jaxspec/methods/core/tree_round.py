@@ -34,9 +34,9 @@ from jaxspec.methods.core.cost_model import (
     keep_best,
     weigh_prospect,
 )
-from jaxspec.methods.core.drafter import (
+from jaxspec.methods.core.draft_passes import (
+    DraftModel,
     Grown,
-    Root,
     Rows,
     Unfed,
     expand,
@@ -46,7 +46,6 @@ from jaxspec.methods.core.drafter import (
     run_root,
     run_verified,
 )
-from jaxspec.methods.core.proposals import DraftModel
 from jaxspec.methods.core.round import TRUNCATED
 from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.methods.core.verify import Draft
@@ -56,10 +55,19 @@ from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History
-from jaxspec.tree.grow import is_complete, leaf_scores
-from jaxspec.tree.reroot import follow
 from jaxspec.tree.table import num_prefixes
-from jaxspec.tree.tree import Candidates, Tree, init_tree, pack_best, proposals, root_alone, select_batch
+from jaxspec.tree.tree import (
+    Candidates,
+    Tree,
+    follow,
+    init_tree,
+    is_complete,
+    leaf_scores,
+    pack_best,
+    proposals,
+    root_alone,
+    select_batch,
+)
 
 # Verified tokens that a draft which was left alone takes in one pass when it is asked again.
 SYNC_ROWS = 16
@@ -233,10 +241,7 @@ def _search(
     assert state.sequence is not None
     budget, depth, min_score = settings.num_rows - 1, settings.depth, settings.min_score
     tree = init_tree(settings.tree_rows, settings.branch)
-    if taken is None:
-        root = run_root(model.params, model.placement.cfg, state.sequence, verified, reached)
-    else:
-        root = Root(verified.tokens[verified.count - 1], *taken, state.sequence, state.sequence.seen)
+    root = run_root(model.params, model.placement.cfg, state.sequence, verified, reached, taken)
     tree, _ = plant_children(model, tree, root.token, root.hidden, history, root.produced)
     states = spread_states(root.states, tree)
 

@@ -24,8 +24,8 @@ from jaxspec.methods.core.cost_model import (
     keep_best,
     relative_set_cost,
 )
+from jaxspec.methods.core.draft_passes import PathHistory
 from jaxspec.methods.core.drafter import Drafter
-from jaxspec.methods.core.proposals import PathHistory
 from jaxspec.methods.core.round import ModelParams
 from jaxspec.methods.core.sequence import SequenceState, sequence_shapes
 from jaxspec.methods.core.verify import Draft, draft_shapes

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxspec.methods.core.drafter import Grown, ModelDrafter, catch_up, expand, run_verified
-from jaxspec.methods.core.proposals import DraftModel, PathHistory, Propose
+from jaxspec.methods.core.draft_passes import DraftModel, Grown, PathHistory, Propose, catch_up, expand, run_verified
+from jaxspec.methods.core.drafter import ModelDrafter
 from jaxspec.methods.core.round import DraftCounts
 from jaxspec.methods.core.sequence import SequenceState
 from jaxspec.methods.swiftspec.messages import batch_shapes, pack_batch, unpack_verified
@@ -27,9 +27,8 @@ from jaxspec.runtime.program import Program
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import update_history
 from jaxspec.sampling.request import request_shapes
-from jaxspec.tree.grow import leaf_scores, plant, renew_root
 from jaxspec.tree.reroot import Rerooted, reroot
-from jaxspec.tree.tree import Tree, init_tree, pack_best, proposals
+from jaxspec.tree.tree import Tree, init_tree, leaf_scores, pack_best, plant, proposals, renew_root
 
 # Passes of the program that times one: several, so that its dispatch counts little.
 PROBE_PASSES = 4

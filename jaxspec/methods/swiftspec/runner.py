@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.constrained import ConstrainedPasses
+from jaxspec.methods.core.draft_passes import Propose
 from jaxspec.methods.core.executor import make_executor, place_request
-from jaxspec.methods.core.proposals import Propose
 from jaxspec.methods.core.round import ModelParams, Models, Round, verified_shapes
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots

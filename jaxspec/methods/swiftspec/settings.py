@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
-from jaxspec.methods.core.proposals import RANKINGS, Ranking, tree_proposals
+from jaxspec.methods.core.draft_passes import RANKINGS, Ranking, tree_proposals
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.settings import check_branch, check_choice, check_range
