@@ -179,7 +179,9 @@ def forget_drafts(case):
     """Begin the next text with nothing learned of a draft: other tests share the engine, with other drafts."""
     engine_of(case)._idle.clear()
     if isinstance(case.method, Auto):
-        engine_of(case).runner.worths = Worth(), Worth()
+        runner = engine_of(case).runner
+        runner.worths = Worth(), Worth()
+        runner._use(runner.costs)
 
 
 def run(engine, params, prompt, count, seed=0, **sampling):

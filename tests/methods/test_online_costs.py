@@ -148,8 +148,8 @@ def test_a_prompt_is_taken_where_drafts_were_measured_to_gain():
     assert worth.taking(4.0) == 1.0  # copies will not have brought so many
     believe(worth, 0.9)
     assert worth.taking(4.0) == 200.0
-    believe(worth, 1.0)  # texts differ
-    assert worth.taking(1.0) == LEAST_WAIT
+    believe(worth, 1.02)  # texts differ: without that it would wait for 200 tokens
+    assert worth.taking(4.0) == LEAST_WAIT
     for _ in range(240):
         assert worth.note(dispatch(4, 0), 4.0, 1.0) == 0.0
         assert sum(half_right(worth, seconds=1.8)) == pytest.approx(-0.6, abs=0.01)
@@ -194,6 +194,37 @@ def test_a_draft_that_is_always_wrong_takes_no_more_prompts():
     for _ in range(6):
         worth.note(dispatch(8, 1, 0), None, None)
     assert worth.gain < 1
+
+
+def test_passes_that_take_in_tokens_are_not_those_of_a_draft():
+    """A draft that was not asked for long begins with many of them."""
+    worth, usual = believing(1.2), believing(1.2)
+    worth.note([dataclasses.replace(dispatch(2, 13, 1)[0], depth=1)], None, None)
+    usual.note(dispatch(2, 1), None, None)
+    assert worth.gain == usual.gain > HOPE * 1.2
+
+
+def test_what_one_long_text_taught_is_forgotten_too():
+    worth = believing(1.3, (1000, 600, 1000, 1000))
+    for _ in range(200):
+        worth.note(dispatch(1, 1), None, None)
+    assert worth.gain < 1
+
+
+def test_trials_of_a_draft_that_loses_a_little_grow_rare():
+    worth = believing(0.995)
+    assert worth.gain > 1 and worth.taking(4.0) == 200.0
+    worth.end_text(250, False, 0.0)
+    worth.end_text(40, True, -1.0)
+    assert worth.taking(4.0) > 270.0
+
+
+def test_the_best_chain_is_as_long_as_it_pays():
+    costs = CostModel(np.ones(9), draft=0.3, round=0.0)
+    assert costs.best_chain(0.5, 8) == (0.5, 1.0, 1.0)  # 1.5 / 1.3 is more than 1.75 / 1.6
+    assert costs.best_chain(0.9, 3)[1:] == (3.0, 3.0)
+    assert dataclasses.replace(costs, one_pass=True).best_chain(0.5, 8)[1:] == (8.0, 1.0)
+    assert CostModel(1 + np.arange(9.0), one_pass=True, draft=0.3, round=0.0).best_chain(0.5, 8)[1:] == (1.0, 1.0)
 
 
 def test_copies_and_interruptions_say_nothing_of_drafts():

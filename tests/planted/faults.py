@@ -194,7 +194,7 @@ FAULTS = {
     ),
     "token not caught up": Fault(
         "the draft runs the new root, but not the accepted leaf before it",
-        reroot, "pending_tokens", one_pending_token,
+        tree, "pending_tokens", one_pending_token,
         "tests/methods/test_draft_cache.py::test_caches_equal_a_fresh_prefill_of_the_verified_text",
     ),
     "child without its parent": Fault(

@@ -174,12 +174,13 @@ class MeasuringRunner(SpeculativeRunner):
 
     def __init__(
         self, *arguments: Any, profile: Path | None, times: RoundTimes | None, length: int, built_in: CostModel,
-        weigh: Callable[[RoundTimes | None], CostModel], num_rows: int, **settings: Any,
+        weigh: Callable[[RoundTimes | None], CostModel], num_rows: int, worths: Sequence[Worth] = (), **settings: Any,
     ):  # fmt: skip
         """See `SpeculativeRunner`; `profile` is the file for what is measured, None to measure nothing.
 
         `times` were measured before. `length` is that of the longest chain, 0 without a draft. `weigh` makes the
         `costs` that rounds are weighed with of what was measured. It is measured from the `built_in` ones on.
+        `worths` are those of an earlier runner.
         """
         super().__init__(*arguments, num_rows=num_rows, **settings)
         self._length, self._built_in, self._weigh = length, built_in, weigh
@@ -189,7 +190,8 @@ class MeasuringRunner(SpeculativeRunner):
         self._tokens, self._keep_at = 0, WORTH_KEEPING
         # One is for greedy texts, and one for sampled ones.
         learned = self.drafter.learned
-        self.worths = tuple(Worth() if learned is None else Worth(learned["asked"][law]) for law in range(LAWS))
+        known = [Worth() if learned is None else Worth(learned["asked"][law]) for law in range(LAWS)]
+        self.worths = worths or known
         self._use(weigh(times))
         self._filter = CostFilter(self.costs)
         small = count_bytes(self.executor.placement.params()) <= MOST_BYTES
@@ -229,9 +231,11 @@ class MeasuringRunner(SpeculativeRunner):
         return self.costs.row * self.costs.draft
 
     def observe(self, state: SpeculativeState, outputs: Sequence[StepOutput]) -> None:
+        allowed, _ = state.host.dispatched[0]
         super().observe(state, outputs)
         seconds, plain_s = (None, None) if self.timer is None else (self.timer.latest_s, self.timer.plain_s)
-        state.host.gained += self.worths[state.host.law].note(outputs, seconds, plain_s)
+        if allowed is not None:  # drafts that a constraint refused say nothing of others
+            state.host.gained += self.worths[state.host.law].note(outputs, seconds, plain_s)
         costs = self._filter.observe(outputs, seconds) if self.costs.source == "measured" else None
         if costs is not None and differ(costs, self.costs):
             self._use(costs)

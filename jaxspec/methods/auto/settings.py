@@ -1,8 +1,8 @@
 """The default: a draft model's chains and copies of earlier text, as far as they pay, else plain decoding.
 
 What a round may gain is estimated from what became of earlier drafts, what it costs from measured or built-in figures
-(`drafter.py` does that round by round). Where the host measures that drafts do not pay after all, rounds are those of
-plain decoding for a while (`RoundTimer`).
+(`tree_round.py` does that round by round). Where the host measures that drafts do not pay after all, rounds are those
+of plain decoding for a while (`RoundTimer`).
 """
 
 import dataclasses
@@ -159,15 +159,13 @@ class Auto(Method):
             return TreeDrafter(draft or target, slots, settings, verified, propose=propose, costs=costs)
 
         timer = previous.timer if isinstance(previous, SpeculativeRunner) else None
-        runner = MeasuringRunner(
+        return MeasuringRunner(
             target, tokens, make_drafter, max_path=self.max_path, num_rows=self.num_rows, rule=match, dynamic_rows=True,
             timer=timer or RoundTimer(), profile=profile, times=times, length=0 if draft is None else places or length,
             weigh=lambda times: self.costs(models, times), draft=draft,
             built_in=dataclasses.replace(self, draft_cost=0.0, pass_cost=(), round_cost=None).costs(models),
+            worths=previous.worths if isinstance(previous, MeasuringRunner) else (),
         )  # fmt: skip
-        if isinstance(previous, MeasuringRunner):
-            runner.worths = previous.worths
-        return runner
 
 
 def stream_speeds(models: Models, ratio: float, expert_share: float) -> dict[int, float]:

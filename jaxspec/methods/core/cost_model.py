@@ -133,7 +133,7 @@ class CostModel:
         return (1 + brought) / self.spent(rows, passes) * self.rounds[0]
 
     def best_chain(self, rate: float, length: int) -> tuple[float, float, float]:
-        """Tokens that the best chain of up to `length` brings, 1 or more, its rows and its passes.
+        """Of the best chain of 1 to `length` tokens the tokens that it brings, its rows and its passes.
 
         Each of its tokens is right with a chance of `rate`.
         """

@@ -48,7 +48,6 @@ class PathHistory:
 # log-probabilities float32 [w, k], at most 0.
 Propose = Callable[[Array, PathHistory, Request, Array], tuple[Array, Array]]
 
-
 # What the prefixes of a tree are ranked by; see `tree_proposals`.
 Ranking = Literal["noise", "probability", "sampling"]
 RANKINGS = get_args(Ranking)

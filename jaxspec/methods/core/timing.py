@@ -170,10 +170,10 @@ class Worth:
 
     def __init__(self, learned: Sequence[float] = (0.0, 0.0, 0.0, 0.0)):
         """Of drafts of earlier processes the number, and the tokens that they brought, their rows and their passes."""
-        self._drafts = np.array(learned)
+        self._drafts = np.array(learned) * min(1.0, USUAL_ROUNDS / max(1.0, learned[0]))
         self._gain: Callable[..., float] = lambda *_: 1.0
         self._chain: tuple[float, ...] = (0.0, 0.0, 0.0)
-        self._weight, self._timed = float(USUAL_ROUNDS), np.zeros(2)  # of what costs say; tokens, and what they took
+        self._weight, self._timed = float(USUAL_ROUNDS), np.zeros(2)  # of the costs; tokens, and what they took
         self._wait, self._rested = FIRST_WAIT, 0.0
         self._length = FIRST_LENGTH  # of a usual text
 
@@ -193,21 +193,20 @@ class Worth:
         return float(HOPE * tokens / spent)
 
     def note(self, outputs: Sequence[StepOutput], seconds: float | None, plain_s: float | None) -> float:
-        """Take in a dispatch; returns what drafts gained in it, in tokens, which take `plain_s` each, if it was timed.
-
-        Times say it, and not costs: what was wrong in these would be wrong here.
-        """
-        # A chain of so many passes brings no more; the others are of copies.
-        copied = any(o.drafted and (not o.draft_passes or len(o.tokens) > 1 + o.draft_passes) for o in outputs)
+        """Take in a dispatch; returns the tokens that drafts gained in it, `plain_s` each, if it was timed."""
         asked = [o for o in outputs if o.draft_passes]
-        if copied or not asked:
+        # A chain of so many passes brings no more: copies are among such tokens.
+        drafts = [o for o in asked if len(o.tokens) <= 1 + o.draft_passes or not o.drafted]
+        kept = (1 - 1 / USUAL_ROUNDS) ** len(asked)
+        self._drafts = kept * self._drafts
+        for o in drafts:
+            # Further passes took in tokens that the draft lacked: `taking` counts these.
+            brought = len(o.tokens) - 1 if o.drafted else 0
+            self._drafts += 1, brought, o.drafted, min(o.draft_passes, max(1, o.depth))
+        copied = len(drafts) < len(asked) or any(o.drafted and not o.draft_passes for o in outputs)
+        if not seconds or not plain_s or copied or not asked:
             return 0.0
-        drafts = [(1, len(o.tokens) - 1 if o.drafted else 0, o.drafted, o.draft_passes) for o in asked]
-        kept = (1 - 1 / USUAL_ROUNDS) ** len(outputs)
-        self._drafts = kept * self._drafts + np.sum(drafts, axis=0)
-        if not seconds or not plain_s:
-            return 0.0
-        # An interruption counts no more than a slow moment.
+        # An interruption counts no more than a slow moment. Times correct what is wrong in the costs.
         tokens = sum(len(o.tokens) for o in outputs)
         spent = min(seconds / plain_s, 2.0 * tokens + 2.0 * len(outputs))
         self._weight, self._timed = kept * self._weight, kept * self._timed + np.array([tokens, spent])
@@ -233,5 +232,5 @@ class Worth:
             self._rested += decoded
             return
         self._rested = 0.0
-        is_vain = gained <= 0 and self.gain <= 1
+        is_vain = gained <= 0 and self.gain <= HOPE
         self._wait = min(2 * self._wait, LONGEST_WAIT) if is_vain else FIRST_WAIT
