@@ -50,7 +50,7 @@ class SlowClock:
     """A clock by which rounds take as long as the test says, one after another: the host waits for each it reads."""
 
     def __init__(self):
-        self.seconds, self.samples, self.slow, self.passes = 0.0, 0, 0.3, set()
+        self.seconds, self.samples, self.slow, self.passes, self.outputs = 0.0, 0, 0.3, set(), []
 
     def __call__(self):
         return self.seconds
@@ -58,6 +58,7 @@ class SlowClock:
     def read(self, rounds):
         self.samples += 1
         outputs = read_rounds(rounds)
+        self.outputs.append(outputs)
         self.run(outputs)
         return outputs
 
@@ -163,6 +164,10 @@ def test_rounds_are_measured_once_and_kept(clocked, store):
     engine.calibrate(params)
     samples = clock.samples
     assert not engine.runner.measures and samples > cost_profile.MOST_SAMPLES
+    # Plain decoding is timed after another round: a processor is slower just after a rest. Drafts share dispatches.
+    tokens = [[len(output.tokens) for output in outputs] for outputs in clock.outputs]
+    assert tokens[2:4] == [[1], [engine.runner.steps]]
+    assert {len(outputs) for outputs in clock.outputs if outputs[0].draft_passes} == {1, 3}
     report = engine.runner.report()
     assert report.figures == "measured" and clock.passes == {0, 1}
     assert_measured(report)

@@ -23,9 +23,9 @@ from jaxspec.methods.core.timing import Worth
 from jaxspec.results import Choice
 from jaxspec.runtime.transfer import place, zeros_of
 
-# Rounds that are dispatched together for a sample. Of several the first one is not timed: while it runs the others are
-# dispatched, as while decoding.
-TOGETHER = 3
+# Rounds of a sample, at most, and of one of drafts where rounds share dispatches. The first of several is not timed:
+# while it runs the others are dispatched, as while decoding, and a processor is slower just after a rest.
+TOGETHER, DRAFTS_TOGETHER = 3, 4
 # Samples of each kind of round; seconds that all of them take, warming up included.
 MOST_SAMPLES, ENOUGH_S = 6, 0.45
 # Seconds of a pass beside which dispatching it is nothing: then one round makes a sample. Bytes of a target whose pass
@@ -90,17 +90,17 @@ def measure_rounds(
     *_, plain_s = rounds.run(0, 0, 1)
     if plain_s < ENOUGH_S / 3:
         *_, plain_s = rounds.run(0, 0, 1)
-    together, steps = (TOGETHER, runner.steps) if plain_s < LONG_PASS_S else (1, 1)
+    is_short, steps, shares = plain_s < LONG_PASS_S, runner.steps, runner.shared_rounds is not None
     found = CostFilter(dataclasses.replace(costs, source="measured"), plain_s)
     copied = [(rows - 1, 0) for rows in measured_rows(most + 1)[1:]]
     # A draft of one pass: what others cost is learned while decoding.
     often, once = [(0, 0), *copied[:1], *[(min(BRANCH, most), 1)] * bool(length), *copied[1:2]], copied[2:]
     for number in range(MOST_SAMPLES):
         for tokens, passes in often if number else often + once:
-            more = 0 if tokens else steps - 1  # tokens of the same round
-            count = min(together, 1 if not tokens else 3 if (tokens, passes) in often else 2)
-            if now() - start + plain_s * count * (more + costs.spent(tokens, passes)) < ENOUGH_S:
-                untimed, outputs, seconds = rounds.run(tokens, passes, count, several=more > 0)
+            count = DRAFTS_TOGETHER if passes and shares else TOGETHER if tokens and (tokens, passes) in often else 2
+            count, several = (count, not tokens) if is_short else (1, False)
+            if now() - start + plain_s * (count * costs.spent(tokens, passes) + (steps - 1) * several) < ENOUGH_S:
+                untimed, outputs, seconds = rounds.run(tokens, passes, count, several)
                 found.observe(untimed, None)
                 found.observe(outputs, seconds)
         costs, plain_s = found.costs(), found.plain_s or plain_s
@@ -127,10 +127,10 @@ class _Rounds:
     ) -> tuple[list[StepOutput], list[StepOutput], float]:
         """Rounds that verify so many `tokens`, of a draft of so many `passes` or copied, and their seconds.
 
-        Without any, a round decodes one token, or `several`: as many as a plain dispatch. `count` rounds, at most
-        `TOGETHER`, are dispatched together. If there are more than one, the first is not timed, and stands apart.
+        Without any, a round decodes one token; where `several`, the last one as many as a plain dispatch. If there are
+        more than one, the first is not timed, and stands apart. Drafts are of a few tokens: four rounds of them fit.
         """
-        runner, executor, drafter = self._runner, self._runner.executor, self._runner.drafter
+        runner, drafter, request = self._runner, self._runner.drafter, self._request
         rows, context = np.arange(self._num_rows), len(self._text) - TOGETHER
         # By these figures a draft of so many tokens always pays, and no longer one does.
         drafter.use_costs(CostModel(np.where(rows <= tokens, 1 / (rows + 1), 1e3), round=0.0))
@@ -142,20 +142,20 @@ class _Rounds:
         target = _as_long(state.target, context)
         if draft.sequence is not None and draft.sequence.seen is ABSENT:
             draft = dataclasses.replace(draft, sequence=_as_long(draft.sequence, context))
-        idle: Any = np.int32(IDLE_ROUNDS if several else -ROUNDS_PER_DISPATCH)
         roots = self._unseen if passes or not tokens else self._text[context:].tolist()
-        verified, rounds = [first_verified(executor.verified, root) for root in roots[:count]], []
+        # Of each dispatch its number of rounds. What is copied has to be there, so that copies have one each.
+        dispatches = [1, count - 1] if count == DRAFTS_TOGETHER else [1] * count
+        shapes, rounds = runner.executor.verified, []
         jax.block_until_ready((target, draft))
         start = self._now()
-        for before in verified:
-            target = dataclasses.replace(target, idle=idle)
-            target, draft, last, round_ = runner.dispatch_rounds(self._params, target, draft, before, self._request, 1)
+        for number, size in enumerate(dispatches):
+            idle: Any = np.int32(IDLE_ROUNDS if several and number else -ROUNDS_PER_DISPATCH)
+            target, before = dataclasses.replace(target, idle=idle), first_verified(shapes, roots[number])
+            target, draft, last, round_ = runner.dispatch_rounds(self._params, target, draft, before, request, size)
             rounds.append(round_)
         self._state = dataclasses.replace(state, target=target, draft=draft, verified=last)
-        untimed = []
-        if count > 1:
-            untimed = read_rounds(rounds.pop(0))
-            start = self._now()
+        untimed = read_rounds(rounds.pop(0)) if count > 1 else []
+        start = self._now() if count > 1 else start
         outputs = [output for round_ in rounds for output in read_rounds(round_)]
         return untimed, outputs, self._now() - start
 
