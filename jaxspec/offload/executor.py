@@ -43,7 +43,7 @@ from jaxspec.offload.layer_programs import LayerPrograms
 from jaxspec.offload.stream import LayerStream
 from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.program import Program
-from jaxspec.sampling.accept import blank_verified, num_ranked, set_top
+from jaxspec.sampling.accept import blank_verified, set_top
 from jaxspec.sampling.processors import update_history
 from jaxspec.sampling.request import Request, request_shapes
 
@@ -208,7 +208,7 @@ class StreamingExecutor(TargetExecutor):
                 state, logprob, ranked = take_token(params, target, state, request, history.row, hidden, state.cache)
                 history = update_history(history, state.root[None], jnp.ones(1, bool), target.vocab, generated=True)
                 state = dataclasses.replace(state, history=history)
-                blank = blank_verified(path, num_ranked(target.vocab))
+                blank = blank_verified(path, target.vocab)
                 fed = join_streamed(params, target, states, layers)
                 verified = dataclasses.replace(
                     blank,

@@ -18,7 +18,7 @@ Letters: bs rows of a batch, P = longest path + 1, V_local columns of this devic
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jax import Array, lax
 from jaxspec.config import MAX_LOGPROBS
 from jaxspec.models.vocab import VocabShard
 from jaxspec.pytree import pytree
-from jaxspec.sampling.choose import choose, gumbel_rows, rank_tokens, role_key, uniform_at
+from jaxspec.sampling.choose import choose_and_rank, gumbel_rows, rank_tokens, role_key, uniform_at
 from jaxspec.sampling.processors import Histories, History, Processors, decide, extend_history, process, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.tree.tree import Batch, ancestor_matrix
@@ -46,17 +46,24 @@ class Verified:
     path: Array  # int32 [P], batch rows of the root and of the accepted tokens; its first `count` entries count
     logprob: Array  # float32 [P], of each token under the processed target distribution; see `choose`
     # The most probable tokens at the place of each token: int32 [P, K] and their log-probabilities, float32 [P, K]; see
-    # `rank_tokens`. None once the round is packed.
+    # `choose_and_rank`. None once the round is packed.
     top: tuple[Array, Array] | None = None
     # float32 [P, n * D], hidden states of the target beside each other, of the row that each token was drawn after;
     # arbitrary after `count`. None where no draft takes them.
     states: Array | None = None
 
 
-# (row, its history) -> token, log-probability, batch row of the child that has the token or -1; scalars.
-Decide = Callable[[Array, Histories], tuple[Array, Array, Array]]
-# (row, its history) -> the most probable tokens after that row, [1, K], and their log-probabilities.
-Rank = Callable[[Array, Histories], tuple[Array, Array]]
+class Decision(NamedTuple):
+    """What follows a batch row."""
+
+    token: Array  # int32 []
+    logprob: Array  # float32 [], of that token
+    child: Array  # int32 [], batch row of the child that has the token, or -1
+    top: tuple[Array, Array]  # the most probable tokens, [1, K], and their log-probabilities, see `choose_and_rank`
+
+
+# (row, its history) -> what follows it
+Decide = Callable[[Array, Histories], Decision]
 # Logits of one batch row, [1, V_local].
 RowLogits = Callable[[Array], Array]
 
@@ -66,21 +73,18 @@ def num_ranked(vocab: VocabShard) -> int:
     return min(MAX_LOGPROBS, vocab.vocab_size)
 
 
-def blank_verified(steps: int, ranked: int | None) -> Verified:
-    """A `Verified` without tokens and with room for `steps`; `ranked` is K, None leaves `top` out."""
-    blank, top = jnp.zeros(steps, jnp.int32), None
-    if ranked is not None:
-        top = jnp.zeros((steps, ranked), jnp.int32), jnp.zeros((steps, ranked), jnp.float32)
+def blank_verified(steps: int, vocab: VocabShard) -> Verified:
+    """A `Verified` without tokens and with room for `steps`."""
+    blank, shape = jnp.zeros(steps, jnp.int32), (steps, num_ranked(vocab))
+    top = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
     return Verified(blank, jnp.int32(0), blank, jnp.zeros(steps, jnp.float32), top)
 
 
-def walk(
-    decide: Decide, history: History, steps: int, vocab: VocabShard, rank: Rank | None = None
-) -> tuple[Verified, History]:
+def walk(decide: Decide, history: History, steps: int, vocab: VocabShard) -> tuple[Verified, History]:
     """Follow decisions from the root until one leads out of the tree.
 
     `history` holds the text so far, the root included; the second result holds the path, too. No path through the batch
-    may be longer than `steps` (P). `rank` gives the most probable tokens after a row; None leaves them out.
+    may be longer than `steps` (P).
     """
 
     def go_on(state: tuple) -> Array:
@@ -91,26 +95,25 @@ def walk(
         verified, row = state
         at = verified.count
         extended = extend_history(history, verified.tokens, at, vocab)
-        token, logprob, child = decide(row, extended)
+        token, logprob, child, ranked = decide(row, extended)
         verified = Verified(
             tokens=verified.tokens.at[at].set(token),
             count=at + 1,
             path=verified.path.at[at].set(row),
             logprob=verified.logprob.at[at].set(logprob),
-            top=None if rank is None else set_top(verified.top, at, rank(row, extended)),
+            top=set_top(verified.top, at, ranked),
         )
         return verified, child
 
-    start = blank_verified(steps, None if rank is None else num_ranked(vocab))
+    start = blank_verified(steps, vocab)
     with jax.named_scope("accept/walk"):
         verified, _ = lax.while_loop(go_on, step, (start, jnp.int32(0)))
     live = jnp.arange(steps) < verified.count
     return verified, update_history(history, verified.tokens, live, vocab, generated=True)
 
 
-# (row, its logits [1, V_local], its history) -> the same as `Decide`, and the most probable tokens after it as `Rank`
-# gives them.
-RowDecide = Callable[[Array, Array, Histories], tuple[tuple[Array, Array, Array], tuple[Array, Array]]]
+# (row, its logits [1, V_local], its history) -> what follows it
+RowDecide = Callable[[Array, Array, Histories], Decision]
 
 
 def walk_at_once(
@@ -138,7 +141,7 @@ def walk_at_once(
 
     with jax.named_scope("accept/rows"):
         decided = jax.vmap(decide_with)(place, logits(hidden)[:, None], below_root)
-    (token, logprob, child), ranked = decided
+    token, logprob, child, ranked = decided
     with jax.named_scope("accept/path"):
         # A row is reached if each row on its path, itself included, is the child that its parent decided for.
         chosen = (child[batch.parent] == place) & (batch.parent != place)
@@ -154,7 +157,7 @@ def walk_at_once(
 
 
 def set_top(top: Any, index: Array, ranked: tuple[Array, Array]) -> Any:
-    """`Verified.top` with what `rank_tokens` gave for one row, [1, K], at `index`."""
+    """`Verified.top` with what `choose_and_rank` gave for one row, [1, K], at `index`."""
     return tuple(all_.at[index].set(one[0]) for all_, one in zip(top, ranked, strict=True))
 
 
@@ -170,26 +173,17 @@ def children_mask(batch: Batch, row: Array) -> Array:
     return (batch.parent == row) & (rows != batch.parent)
 
 
-def rank_rows(logits: RowLogits, batch: Batch, request: Request, position: Array, vocab: VocabShard) -> Rank:
-    """The most probable tokens after each row; arguments as for `match_rule`."""
-
-    def rank(row: Array, histories: Histories) -> tuple[Array, Array]:
-        produced = (position + batch.depth[row] + 1)[None]
-        return rank_tokens(lambda: logits(row), request.processors, histories, produced, vocab, num_ranked(vocab))
-
-    return rank
-
-
 def match_rule(logits: RowLogits, batch: Batch, request: Request, position: Array, vocab: VocabShard) -> Decide:
     """R1 and R4: draw the token as plain decoding does, and follow the child that has it.
 
     The batch may be any tree; `position`, int32 [], is the absolute position of its root.
     """
 
-    def decide(row: Array, histories: Histories) -> tuple[Array, Array, Array]:
-        produced, row_logits = position + batch.depth[row] + 1, logits(row)
-        token, logprob = choose(row_logits, request.processors, histories, request.key, produced[None], vocab)
-        return token[0], logprob[0], find_child(batch, row, token[0])
+    def decide(row: Array, histories: Histories) -> Decision:
+        produced = (position + batch.depth[row] + 1)[None]
+        given = logits(row), request.processors, histories, request.key, produced, vocab
+        token, logprob, top = choose_and_rank(*given, num_ranked(vocab))
+        return Decision(token[0], logprob[0], find_child(batch, row, token[0]), top)
 
     return decide
 
@@ -207,7 +201,7 @@ def rejection_rule(
     """
     match = match_rule(logits, batch, request, position, vocab)
 
-    def reject(row: Array, histories: Histories) -> tuple[Array, Array, Array]:
+    def reject(row: Array, histories: Histories) -> Decision:
         produced = position + batch.depth[row] + 1
         logprob = process(logits(row), request.processors, histories, vocab, produced[None])
         rows = jnp.arange(batch.rows)
@@ -234,9 +228,10 @@ def rejection_rule(
         noise = gumbel_rows(request.key, produced[None], vocab)
         drawn = vocab.argmax(lax.optimization_barrier(jnp.log(p) + noise))
         token = jnp.where(accepted >= 0, batch.token[jnp.maximum(accepted, 0)], drawn[0])
-        return token, vocab.take(logprob, token[None])[0], accepted.astype(jnp.int32)
+        top = rank_tokens(logprob, request.processors, vocab, num_ranked(vocab))
+        return Decision(token, vocab.take(logprob, token[None])[0], accepted.astype(jnp.int32), top)
 
-    def choose_child(row: Array, histories: Histories) -> tuple[Array, Array, Array]:
+    def choose_child(row: Array, histories: Histories) -> Decision:
         hot = jnp.asarray(request.processors.temperature) > 0
         ways = (lambda: reject(row, histories)), (lambda: match(row, histories))
         return decide(request.processors.knows("draws"), hot, *ways)

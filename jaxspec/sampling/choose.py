@@ -8,17 +8,19 @@ sharding, any number of rows and any method; drawing from it twice is the same d
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, named_scope
 
 from jaxspec.models.vocab import VocabShard
-from jaxspec.sampling.processors import Histories, Processors, clean, decide, penalise, score, tidy
+from jaxspec.sampling.processors import Histories, Processors, adjust, clean, cut, decide, shift, tidy
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 Key = Array | np.ndarray
+Result = TypeVar("Result")
 
 
 def choose(
@@ -29,14 +31,32 @@ def choose(
     The second result is its log-probability, float32 [T], under the processed distribution. At temperature 0, which has
     none, it is under the softmax of the penalised logits. It is 0 where `processors.want_logprob` is False.
     """
+    return choose_and_rank(logits, processors, histories, key, positions, vocab, 0)[:2]
 
-    def best(scores: Array, ranks: Array) -> tuple[Array, Array]:
+
+def choose_and_rank(
+    logits: Array, processors: Processors, histories: Histories, key: Key, positions: Array, vocab: VocabShard,
+    count: int,
+) -> tuple[Array, Array, tuple[Array, Array]]:  # fmt: skip
+    """`choose`, and the `count` (k) most probable tokens under the distribution that it draws from.
+
+    These are ids int32 [T, k], most probable first, and log-probabilities float32 [T, k], -inf where no further token
+    is possible. They are zeros where nothing asks for them.
+    """
+    rows = logits.shape[0]
+
+    def best(scores: Array, ranks: Array) -> tuple[Array, Array, tuple[Array, Array]]:
         token = vocab.argmax(ranks)
-        wanted, rows = processors.want_logprob, token.shape[0]
-        return token, decide(
-            processors.knows("logprob"), wanted,
-            lambda: _logprob(scores, token, vocab), lambda: jnp.zeros(rows, jnp.float32),
-        )  # fmt: skip
+
+        def asked() -> tuple[Array, tuple[Array, Array]]:
+            logprob = tidy(vocab.take(scores, token)) - vocab.log_total(scores)[:, 0]
+            return logprob, rank_tokens(scores, processors, vocab, count)
+
+        def unasked() -> tuple[Array, tuple[Array, Array]]:
+            return jnp.zeros(rows, jnp.float32), _unranked(rows, count)
+
+        # A request for the most probable tokens is one for the log-probability of the chosen one, too.
+        return token, *decide(processors.knows("logprob"), processors.want_logprob, asked, unasked)
 
     with named_scope("sampling/choose"):
         return _rank(best, logits, processors, histories, key, positions, vocab)
@@ -60,7 +80,7 @@ def choose_ranked(
     with named_scope("sampling/choose_ranked"):
         raw = clean(logits, vocab)
         token, possible = _rank(best, logits, processors, histories, key, positions, vocab, raw)
-        return token, possible, jnp.exp(_logprob(raw, token[:, 0], vocab))
+        return token, possible, jnp.exp(tidy(vocab.take(raw, token[:, 0])) - vocab.log_total(raw)[:, 0])
 
 
 def rank_draws(
@@ -73,7 +93,7 @@ def rank_draws(
     softmax of the logits plus temperature times noise, which order the tokens: exact if the other model's logits differ
     from these by independent standard Gumbel errors. At temperature 0 that is the softmax of the penalised logits.
     """
-    temperature = jnp.asarray(processors.temperature)
+    temperature = jnp.where(jnp.asarray(processors.temperature) > 0, processors.temperature, 1.0)
 
     def best(scores: Array, ranks: Array) -> tuple[Array, Array]:
         ranks = ranks if ranks is scores else ranks * temperature
@@ -84,71 +104,55 @@ def rank_draws(
         return _rank(best, logits, processors, histories, key, positions, vocab)
 
 
-def rank_tokens(
-    logits: Callable[[], Array], processors: Processors, histories: Histories, positions: Array,
-    vocab: VocabShard, count: int,
-) -> tuple[Array, Array]:  # fmt: skip
-    """The `count` (k) most probable tokens under the distribution that `choose` draws from; zeros where nothing asks.
+def rank_tokens(scores: Array, processors: Processors, vocab: VocabShard, count: int) -> tuple[Array, Array]:
+    """The last result of `choose_and_rank` from scores [T, V_local], log-probabilities up to a constant per row."""
+    rows = scores.shape[0]
 
-    Returns ids int32 [T, k], most probable first, and log-probabilities float32 [T, k], as in `choose`; -inf where no
-    further token is possible.
-    """
-
-    def compute() -> tuple[Array, Array]:
-        rows = logits()
-        scores = decide(
-            processors.knows("draws"),
-            jnp.asarray(processors.temperature) > 0,
-            lambda: score(rows, processors, histories, vocab, positions),
-            lambda: penalise(rows, processors, histories, vocab, positions),
-        )
+    def ranked() -> tuple[Array, Array]:
         value, token = vocab.top_k(scores, count)
         return token, value - vocab.log_total(scores)
 
-    def nothing() -> tuple[Array, Array]:
-        shape = (positions.shape[0], count)
-        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-
+    if not count:
+        return _unranked(rows, count)
     with named_scope("sampling/rank"):
-        return decide(processors.knows("ranked"), jnp.asarray(processors.num_logprobs) > 0, compute, nothing)
+        wanted = jnp.asarray(processors.num_logprobs) > 0
+        return decide(processors.knows("ranked"), wanted, ranked, lambda: _unranked(rows, count))
+
+
+def _unranked(rows: int, count: int) -> tuple[Array, Array]:
+    return jnp.zeros((rows, count), jnp.int32), jnp.zeros((rows, count), jnp.float32)
 
 
 def _rank(
-    best: Callable[[Array, Array], tuple[Array, Array]], logits: Array, processors: Processors,
-    histories: Histories, key: Key, positions: Array, vocab: VocabShard, cleaned: Array | None = None,
-) -> tuple[Array, Array]:  # fmt: skip
+    best: Callable[[Array, Array], Result], logits: Array, processors: Processors, histories: Histories, key: Key,
+    positions: Array, vocab: VocabShard, cleaned: Array | None = None,
+) -> Result:  # fmt: skip
     """Call `best` with scores [T, V_local] and with what orders the tokens: the scores, or scores and noise.
 
     `cleaned` are the logits after `clean`, where the caller has them.
     """
+    draws = jnp.asarray(processors.temperature) > 0
 
-    def plain() -> tuple[Array, Array]:
+    def plain() -> Result:
         if cleaned is not None:
             return best(cleaned, cleaned)
         # The native library cleans what it reads.
         z = logits if vocab.is_native and not vocab.is_padded else clean(logits, vocab)
         return best(z, z)
 
-    def penalised() -> tuple[Array, Array]:
-        z = penalise(logits, processors, histories, vocab, positions)
-        return best(z, z)
+    def processed() -> Result:
+        z = adjust(logits, processors, histories, vocab, positions)
 
-    def draw() -> tuple[Array, Array]:
-        scores = score(logits, processors, histories, vocab, positions)
-        # The barrier keeps XLA from computing the noise anew in each of the argmax's reductions.
-        return best(scores, lax.optimization_barrier(scores + gumbel_rows(key, positions, vocab)))
+        def draw() -> tuple[Array, Array]:
+            scores = cut(shift(z, processors, vocab), processors, vocab)
+            # The barrier keeps XLA from computing the noise anew in each of the argmax's reductions.
+            return scores, lax.optimization_barrier(scores + gumbel_rows(key, positions, vocab))
 
-    if processors.variant is not None:
-        greedy = penalised if processors.variant.penalised else plain
-        return draw() if processors.variant.draws else greedy()
-    # The cheap case first and alone: its branch reads the logits and nothing else.
-    branch = jnp.where(jnp.asarray(processors.temperature) > 0, 2, jnp.asarray(processors.penalised, jnp.int32))
-    return lax.switch(branch, [plain, penalised, draw])
+        return best(*decide(processors.knows("draws"), draws, draw, lambda: (z, z)))
 
-
-def _logprob(scores: Array, token: Array, vocab: VocabShard) -> Array:
-    """Log-probability of a token, int32 [T], under the softmax of `scores`: float32 [T]."""
-    return tidy(vocab.take(scores, token)) - vocab.log_total(scores)[:, 0]
+    # The cheap case alone: its branch reads the logits and nothing else.
+    known = processors.variant and (processors.variant.draws or processors.variant.penalised)
+    return decide(known, draws | jnp.asarray(processors.penalised), processed, plain)
 
 
 def seed_key(seed: int) -> np.ndarray:

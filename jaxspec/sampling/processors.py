@@ -109,7 +109,7 @@ class Processors:
     # bool; False promises that penalties, bias and `first_end` are all off, so that they are skipped.
     penalised: ArrayLike
     want_logprob: ArrayLike  # bool; False lets `choose` skip the log-probability of a greedy token
-    num_logprobs: ArrayLike  # int32, most probable tokens to report at each place; 0 lets `rank_tokens` skip them
+    num_logprobs: ArrayLike  # int32, most probable tokens to report at each place; 0 lets `choose_and_rank` skip them
     # What of these the program is compiled for; None for a program that serves every request.
     variant: Variant | None = static(default=None)
 
@@ -281,26 +281,37 @@ def score(
     A draw from the scores does not depend on the rounding of the normalising sum.
     """
     with jax.named_scope("sampling/process"):
-        scores = decide(
-            processors.knows("penalised"),
-            processors.penalised,
-            lambda: shift(penalise(logits, processors, histories, vocab, positions), processors, vocab),
-            lambda: shift(clean(logits, vocab), processors, vocab),
-        )
-        lowest = decide(
-            processors.knows("top_k"),
-            jnp.asarray(processors.top_k) > 0,
-            lambda: cut_top_k(scores, processors.top_k, vocab),
-            lambda: jnp.full((scores.shape[0], 1), -_LARGEST),
-        )
-        lowest = decide(
-            processors.knows("top_p"),
-            jnp.asarray(processors.top_p) < 1,
-            lambda: cut_top_p(jnp.where(scores >= lowest, scores, -jnp.inf), processors.top_p, vocab),
-            lambda: lowest,
-        )
-        keep = (scores >= lowest) & (jnp.exp(scores) >= processors.min_p)
-        return jnp.where(keep, scores, -jnp.inf)
+        return cut(shift(adjust(logits, processors, histories, vocab, positions), processors, vocab), processors, vocab)
+
+
+def adjust(
+    logits: Array, processors: Processors, histories: Histories, vocab: VocabShard, positions: Array | None = None
+) -> Array:
+    """`penalise` where there is anything to apply, else `clean`."""
+    return decide(
+        processors.knows("penalised"),
+        processors.penalised,
+        lambda: penalise(logits, processors, histories, vocab, positions),
+        lambda: clean(logits, vocab),
+    )
+
+
+def cut(scores: Array, processors: Processors, vocab: VocabShard) -> Array:
+    """Scores [T, V_local], all <= 0, with -inf for what top-k, top-p and min-p remove."""
+    lowest = decide(
+        processors.knows("top_k"),
+        jnp.asarray(processors.top_k) > 0,
+        lambda: cut_top_k(scores, processors.top_k, vocab),
+        lambda: jnp.full((scores.shape[0], 1), -_LARGEST),
+    )
+    lowest = decide(
+        processors.knows("top_p"),
+        jnp.asarray(processors.top_p) < 1,
+        lambda: cut_top_p(jnp.where(scores >= lowest, scores, -jnp.inf), processors.top_p, vocab),
+        lambda: lowest,
+    )
+    keep = (scores >= lowest) & (jnp.exp(scores) >= processors.min_p)
+    return jnp.where(keep, scores, -jnp.inf)
 
 
 def shift(z: Array, processors: Processors, vocab: VocabShard) -> Array:

@@ -45,7 +45,7 @@ from sampling_cases import shard_call
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.config import TENSOR_AXIS
-from jaxspec.sampling.accept import children_mask, find_child
+from jaxspec.sampling.accept import Decision, children_mask, find_child
 from jaxspec.sampling.choose import gumbel_rows, role_key
 from jaxspec.sampling.processors import processor_specs
 
@@ -238,13 +238,13 @@ def _plant(rule):
                 return vocab.argmax(z + gumbel_rows(key, position[None] + batch.depth[row] + 1, vocab))[0]
 
             pick = functools.partial(jnp.where, fault == TEXT_ONLY)
-            token, logprob, child = right(row, lambda: jax.tree.map(pick, grown.history.row(), histories()))
+            token, logprob, child, top = right(row, lambda: jax.tree.map(pick, grown.history.row(), histories()))
             is_leaf = ~children_mask(batch, row).any()
             token = jnp.where(is_leaf & (fault == RAW_BONUS), draw(logits(row), key), token)
             again = draw(logits(row) / heat, role_key(key, 9))
             redraw = (fault == REDRAWN) & (child < 0) & ~is_leaf
             child = jnp.where(redraw, find_child(batch, row, again), child)
-            return jnp.where(redraw, again, token), logprob, child
+            return Decision(jnp.where(redraw, again, token), logprob, child, top)
 
         return decide
 

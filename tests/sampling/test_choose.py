@@ -9,7 +9,7 @@ from sampling_cases import PADDED, ROWS, SHARDS, VOCAB, run
 
 from jaxspec.config import SamplingParams
 from jaxspec.models.vocab import VocabShard
-from jaxspec.sampling.accept import match_rule, rank_rows, walk, walk_at_once
+from jaxspec.sampling.accept import match_rule, walk, walk_at_once
 from jaxspec.sampling.choose import choose, seed_key
 from jaxspec.sampling.processors import History, from_sampling, process, score
 from jaxspec.sampling.request import Request
@@ -123,10 +123,10 @@ def test_histories_are_made_where_a_penalty_looks_and_nowhere_else():
 
     def decide_row(row, logits, histories):
         own = (lambda _: logits), *rule[1:]
-        return match_rule(*own)(row, histories), rank_rows(*own)(row, histories)
+        return match_rule(*own)(row, histories)
 
     def run(history):
-        turns = walk(match_rule(*rule), history, 4, _SMALL, rank_rows(*rule))
+        turns = walk(match_rule(*rule), history, 4, _SMALL)
         logits = jax.numpy.zeros((4, 8))
         return turns, walk_at_once(decide_row, lambda rows: rows, logits, batch, history, 4, _SMALL)
 

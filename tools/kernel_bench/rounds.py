@@ -245,11 +245,12 @@ def accept_always(count: int) -> Iterator[None]:
         on_way = ancestor_matrix(batch.parent, batch.rows - 1)[goal] & (batch.parent != place)
 
         def decide_row(row: Any, history: Any) -> Any:
-            token, logprob, _ = decide(row, history)
+            found = decide(row, history)
             below = on_way & (batch.parent == row[..., None])
             child = jnp.argmax(below, axis=-1).astype(jnp.int32)
-            found = below.any(axis=-1) & (batch.depth[row] < count)
-            return jnp.where(found, batch.token[child], token), logprob, jnp.where(found, child, -1)
+            goes_on = below.any(axis=-1) & (batch.depth[row] < count)
+            token, child = jnp.where(goes_on, batch.token[child], found.token), jnp.where(goes_on, child, -1)
+            return found._replace(token=token, child=child)
 
         return decide_row
 

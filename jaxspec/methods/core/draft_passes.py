@@ -21,7 +21,7 @@ from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.choose import choose, rank_draws
-from jaxspec.sampling.processors import Histories, History, clean, decide, log_mass, penalise, shift, update_history
+from jaxspec.sampling.processors import Histories, History, adjust, log_mass, shift, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.tree.tree import Tree, add_rows, pending_tokens, pick_leaves, picked_mask, plant
 
@@ -114,12 +114,7 @@ def most_probable(vocab: VocabShard, branch: int, *, loss: float = 0.0, sampling
 
     def propose(logits: Array, paths: PathHistory, request: Request, position: Array) -> tuple[Array, Array]:
         processors = request.processors
-        z = decide(
-            processors.knows("penalised"),
-            processors.penalised,
-            lambda: penalise(logits, processors, paths.over(vocab), vocab, position),
-            lambda: clean(logits, vocab),
-        )
+        z = adjust(logits, processors, paths.over(vocab), vocab, position)
         if not sampling_temperature:
             processors = dataclasses.replace(processors, temperature=jnp.float32(1))
         scores = shift(z, processors, vocab)

@@ -19,7 +19,7 @@ from jaxspec.pytree import pytree
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling import accept
 from jaxspec.sampling.accept import Decide, RowLogits, Verified
-from jaxspec.sampling.choose import choose, rank_tokens
+from jaxspec.sampling.choose import choose_and_rank
 from jaxspec.sampling.processors import Histories, History, allow, extend_history, update_history
 from jaxspec.sampling.request import Request
 from jaxspec.tree.tree import Batch, ancestor_matrix
@@ -133,7 +133,7 @@ def decode_steps(
             states=None if states is None or kept is None else kept.at[index].set(states[0]),
         )
 
-    blank = accept.blank_verified(max_path, accept.num_ranked(target.vocab))
+    blank = accept.blank_verified(max_path, target.vocab)
     if layers:
         empty = (max_path, target.cfg.states_dim(layers))
         blank = dataclasses.replace(blank, states=jnp.zeros(empty) if states is None else states)
@@ -173,8 +173,8 @@ def next_token(
     The root sits at position n - 1, which is the cache's length; the new token gets absolute position n. `histories`
     hold the text up to the root; that of the state stays as it is; `mask`, uint32 [1, words], is that of `allow`.
     Returns the state; the token's log-probability under the processed distribution, float32 []; the most probable
-    tokens in its place with theirs, [1, K] each, see `rank_tokens`; and the root's hidden states of `layers`, None for
-    none.
+    tokens in its place with theirs, [1, K] each, see `choose_and_rank`; and the root's hidden states of `layers`, None
+    for none.
     """
     position = state.cache.length[None]
     hidden, cache, states = forward_with_states(
@@ -191,8 +191,8 @@ def take_token(
     position = state.cache.length[None]
     logits = row_logits(params, target, hidden, mask)
     processors, vocab = request.processors, target.vocab
-    token, logprob = choose(logits, processors, histories, request.key, position + 1, vocab)
-    ranked = rank_tokens(lambda: logits, processors, histories, position + 1, vocab, accept.num_ranked(vocab))
+    given = logits, processors, histories, request.key, position + 1, vocab
+    token, logprob, ranked = choose_and_rank(*given, accept.num_ranked(vocab))
     state = dataclasses.replace(
         state, cache=commit_rows(cache, jnp.int32(1)), root=token[0], generated=state.generated + 1
     )
@@ -253,9 +253,7 @@ def judge_batch(
 
         def decide_row(row: Array, row_logits: Array, histories: Histories) -> Any:
             # Of the one row that it is mapped over.
-            here = (lambda _: row_logits), draft, request, state.cache.length, target.vocab
-            ranked = accept.rank_rows(here[0], batch, *here[2:])(row, histories)
-            return rule(*here)(row, histories), ranked
+            return rule(lambda _: row_logits, draft, request, state.cache.length, target.vocab)(row, histories)
 
         def all_logits(rows: tuple[Array, Array | None]) -> Array:
             logits = vocab_logits(params, target.cfg, rows[0])
@@ -288,8 +286,7 @@ def judge_batch(
             return allow(own, jax.lax.dynamic_slice_in_dim(masks, row, 1), vocab)
 
     decide = rule(logits, draft, request, state.cache.length, target.vocab)
-    rank = accept.rank_rows(logits, draft.batch, request, state.cache.length, target.vocab)
-    verified, history = accept.walk(decide, state.history, max_path, target.vocab, rank)
+    verified, history = accept.walk(decide, state.history, max_path, target.vocab)
     return _commit(state, cache, draft, verified, history)
 
 
