@@ -112,20 +112,16 @@ def walk(decide: Decide, history: History, steps: int, vocab: VocabShard) -> tup
     return verified, update_history(history, verified.tokens, live, vocab, generated=True)
 
 
-# (row, its logits [1, V_local], its history) -> what follows it
-RowDecide = Callable[[Array, Array, Histories], Decision]
-
-
 def walk_at_once(
-    decide_row: RowDecide, logits: Callable[[Any], Array], hidden: Any, batch: Batch, history: History,
-    steps: int, vocab: VocabShard,
+    decide_row: Callable[[Array, Array, Histories], Decision], logits: Callable[[Any], Array], hidden: Any,
+    batch: Batch, history: History, steps: int, vocab: VocabShard,
 ) -> tuple[Verified, History]:  # fmt: skip
     """The result of `walk`, without a loop whose end depends on data: every row decides, and the path is picked out.
 
     An accelerator decides a few dozen rows as fast as one, and each turn of a loop is a few launches after each other.
 
     Args:
-      decide_row: decides one row; it is mapped over all of them.
+      decide_row: from a row, its logits [1, V_local] and its history to what follows it; mapped over all rows.
       logits: from what `hidden` has of n rows to logits [n, V_local].
       hidden: what the logits of the batch's rows follow from: arrays [bs, ...], such as hidden states.
       batch, history, steps, vocab: as for `walk`.
@@ -140,8 +136,7 @@ def walk_at_once(
         )
 
     with jax.named_scope("accept/rows"):
-        decided = jax.vmap(decide_with)(place, logits(hidden)[:, None], below_root)
-    token, logprob, child, ranked = decided
+        token, logprob, child, ranked = jax.vmap(decide_with)(place, logits(hidden)[:, None], below_root)
     with jax.named_scope("accept/path"):
         # A row is reached if each row on its path, itself included, is the child that its parent decided for.
         chosen = (child[batch.parent] == place) & (batch.parent != place)
