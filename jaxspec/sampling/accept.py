@@ -223,7 +223,7 @@ def rejection_rule(
         noise = gumbel_rows(request.key, produced[None], vocab)
         drawn = vocab.argmax(lax.optimization_barrier(jnp.log(p) + noise))
         token = jnp.where(accepted >= 0, batch.token[jnp.maximum(accepted, 0)], drawn[0])
-        top = rank_tokens(logprob, request.processors, vocab, num_ranked(vocab))
+        top = rank_tokens(logprob, 0.0, request.processors, vocab, num_ranked(vocab))
         return Decision(token, vocab.take(logprob, token[None])[0], accepted.astype(jnp.int32), top)
 
     def choose_child(row: Array, histories: Histories) -> Decision:

@@ -8,19 +8,18 @@ sharding, any number of rows and any method; drawing from it twice is the same d
 """
 
 from collections.abc import Callable
-from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax, named_scope
 
 from jaxspec.models.vocab import VocabShard
-from jaxspec.sampling.processors import Histories, Processors, adjust, clean, cut, decide, shift, tidy
+from jaxspec.sampling.processors import Histories, Processors, Result, adjust, clean, cut, decide, shift, tidy
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 Key = Array | np.ndarray
-Result = TypeVar("Result")
 
 
 def choose(
@@ -40,8 +39,8 @@ def choose_and_rank(
 ) -> tuple[Array, Array, tuple[Array, Array]]:  # fmt: skip
     """`choose`, and the `count` (k) most probable tokens under the distribution that it draws from.
 
-    These are ids int32 [T, k], most probable first, and log-probabilities float32 [T, k], -inf where no further token
-    is possible. They are zeros where nothing asks for them.
+    At temperature 0 that is the softmax of the penalised logits. Ids are int32 [T, k], most probable first,
+    log-probabilities float32 [T, k], -inf where no further token is possible. All are zeros where `num_logprobs` is 0.
     """
     rows = logits.shape[0]
 
@@ -49,14 +48,12 @@ def choose_and_rank(
         token = vocab.argmax(ranks)
 
         def asked() -> tuple[Array, tuple[Array, Array]]:
-            logprob = tidy(vocab.take(scores, token)) - vocab.log_total(scores)[:, 0]
-            return logprob, rank_tokens(scores, processors, vocab, count)
+            total = vocab.log_total(scores)
+            ranked = rank_tokens(scores, total, processors, vocab, count)
+            return tidy(vocab.take(scores, token)) - total[:, 0], ranked
 
-        def unasked() -> tuple[Array, tuple[Array, Array]]:
-            return jnp.zeros(rows, jnp.float32), _unranked(rows, count)
-
-        # A request for the most probable tokens is one for the log-probability of the chosen one, too.
-        return token, *decide(processors.knows("logprob"), processors.want_logprob, asked, unasked)
+        unasked = jnp.zeros(rows, jnp.float32), _unranked(rows, count)
+        return token, *decide(processors.knows("logprob"), processors.want_logprob, asked, lambda: unasked)
 
     with named_scope("sampling/choose"):
         return _rank(best, logits, processors, histories, key, positions, vocab)
@@ -93,6 +90,7 @@ def rank_draws(
     softmax of the logits plus temperature times noise, which order the tokens: exact if the other model's logits differ
     from these by independent standard Gumbel errors. At temperature 0 that is the softmax of the penalised logits.
     """
+    # Greedy scores were not divided by a temperature.
     temperature = jnp.where(jnp.asarray(processors.temperature) > 0, processors.temperature, 1.0)
 
     def best(scores: Array, ranks: Array) -> tuple[Array, Array]:
@@ -104,19 +102,20 @@ def rank_draws(
         return _rank(best, logits, processors, histories, key, positions, vocab)
 
 
-def rank_tokens(scores: Array, processors: Processors, vocab: VocabShard, count: int) -> tuple[Array, Array]:
-    """The last result of `choose_and_rank` from scores [T, V_local], log-probabilities up to a constant per row."""
-    rows = scores.shape[0]
+def rank_tokens(
+    scores: Array, total: Array | float, processors: Processors, vocab: VocabShard, count: int
+) -> tuple[Array, Array]:
+    """The last result of `choose_and_rank`: scores [T, V_local] less `total`, [T, 1], are log-probabilities."""
+    nothing = _unranked(scores.shape[0], count)
 
     def ranked() -> tuple[Array, Array]:
         value, token = vocab.top_k(scores, count)
-        return token, value - vocab.log_total(scores)
+        return token, value - total
 
     if not count:
-        return _unranked(rows, count)
+        return nothing
     with named_scope("sampling/rank"):
-        wanted = jnp.asarray(processors.num_logprobs) > 0
-        return decide(processors.knows("ranked"), wanted, ranked, lambda: _unranked(rows, count))
+        return decide(processors.knows("ranked"), jnp.asarray(processors.num_logprobs) > 0, ranked, lambda: nothing)
 
 
 def _unranked(rows: int, count: int) -> tuple[Array, Array]:
@@ -187,6 +186,7 @@ def gumbel_rows(key: Array | np.ndarray, positions: Array, vocab: VocabShard, dr
     return gumbel_at(key, positions, vocab.ids()[None], draw)
 
 
+@jax.jit
 def gumbel_at(key: Array | np.ndarray, positions: Array, ids: Array, draw: Array | int = 0) -> Array:
     """The noise of `gumbel_rows` at chosen token ids, int32 [T or 1, C]: float32 [T, C]."""
     with named_scope("sampling/noise"):

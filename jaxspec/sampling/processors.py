@@ -14,6 +14,7 @@ Letters: T rows, V_local columns of this device.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -108,8 +109,8 @@ class Processors:
     first_end: ArrayLike  # int32, lowest absolute position that one of `ends` may have
     # bool; False promises that penalties, bias and `first_end` are all off, so that they are skipped.
     penalised: ArrayLike
-    want_logprob: ArrayLike  # bool; False lets `choose` skip the log-probability of a greedy token
-    num_logprobs: ArrayLike  # int32, most probable tokens to report at each place; 0 lets `choose_and_rank` skip them
+    want_logprob: ArrayLike  # bool, whether log-probabilities are reported, of the chosen tokens and of others
+    num_logprobs: ArrayLike  # int32, most probable tokens to report at each place; above 0 only with `want_logprob`
     # What of these the program is compiled for; None for a program that serves every request.
     variant: Variant | None = static(default=None)
 
@@ -264,7 +265,7 @@ def penalise(
 def process(
     logits: Array, processors: Processors, histories: Histories, vocab: VocabShard, positions: Array | None = None
 ) -> Array:
-    """Log-probabilities of the next token, float32 [T, V_local]: the one place where distributions are warped.
+    """Log-probabilities of the next token, float32 [T, V_local], which tokens are drawn by.
 
     Removed tokens are -inf; a row in which no token is possible is -inf everywhere. Temperature 0 is read as 1 here:
     greedy choice is `choose`'s. Arguments are those of `penalise`.
@@ -296,6 +297,7 @@ def adjust(
     )
 
 
+@functools.partial(jax.jit, static_argnames="vocab")
 def cut(scores: Array, processors: Processors, vocab: VocabShard) -> Array:
     """Scores [T, V_local], all <= 0, with -inf for what top-k, top-p and min-p remove."""
     lowest = decide(

@@ -10,10 +10,12 @@ from sampling_cases import PADDED, ROWS, SHARDS, VOCAB, run
 from jaxspec.config import SamplingParams
 from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.accept import match_rule, walk, walk_at_once
-from jaxspec.sampling.choose import choose, seed_key
+from jaxspec.sampling.choose import choose, choose_and_rank, seed_key
 from jaxspec.sampling.processors import History, from_sampling, process, score
 from jaxspec.sampling.request import Request
 from jaxspec.tree.tree import Batch
+from pallas_kernels import selection
+from pallas_kernels.registry import using
 
 _DRAWS = 20_000
 _SMALL = VocabShard(8, 8)
@@ -104,6 +106,28 @@ def test_a_draw_depends_on_seed_and_position_alone():
     # The same position in another row of the batch, beside another position.
     swapped = run([row, row], params, seed=1, positions=(1, 0))[1]
     np.testing.assert_array_equal(swapped, draws[0][::-1])
+
+
+@pytest.mark.parametrize("name", ["auto", "xla"])
+@pytest.mark.parametrize("knobs", [{}, {"temperature": 0.7, "top_k": 4}, {"repetition_penalty": 2.0}])
+def test_the_most_probable_tokens_are_those_of_the_distribution(name, knobs):
+    """In order, also where logits are no numbers, and zeros where they are not asked for."""
+    logits = _LOGITS.copy()
+    logits[0, [2, 6]] = np.nan, -np.inf
+
+    @jax.jit
+    def run(processors):
+        rows = logits, processors, _HISTORY.row
+        with using(selection.choose(name, "cpu")):
+            return process(*rows, _SMALL)[0], choose_and_rank(*rows, seed_key(3), np.int32([5]), _SMALL, 5)
+
+    for asked in (5, 0):
+        expected, (token, logprob, ranked) = run(from_sampling(SamplingParams(**knobs, logprobs=asked), 8, 8))
+        best = np.argsort(-expected, stable=True)[:5]
+        chances = expected[best] if asked else np.zeros(5)
+        np.testing.assert_array_equal(ranked[0][0][np.isfinite(chances)], (best * bool(asked))[np.isfinite(chances)])
+        np.testing.assert_allclose(ranked[1][0], chances, rtol=1e-5)
+        np.testing.assert_allclose(logprob[0], expected[token[0]], rtol=1e-5)
 
 
 def made_outside_branches(jaxpr):
