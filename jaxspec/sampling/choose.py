@@ -186,7 +186,7 @@ def gumbel_rows(key: Array | np.ndarray, positions: Array, vocab: VocabShard, dr
     return gumbel_at(key, positions, vocab.ids()[None], draw)
 
 
-@jax.jit
+@jax.jit  # traced once for all programs: the kernels in use change nothing here
 def gumbel_at(key: Array | np.ndarray, positions: Array, ids: Array, draw: Array | int = 0) -> Array:
     """The noise of `gumbel_rows` at chosen token ids, int32 [T or 1, C]: float32 [T, C]."""
     with named_scope("sampling/noise"):

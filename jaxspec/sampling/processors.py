@@ -297,7 +297,7 @@ def adjust(
     )
 
 
-@functools.partial(jax.jit, static_argnames="vocab")
+@functools.partial(jax.jit, static_argnames="vocab")  # see `gumbel_at`
 def cut(scores: Array, processors: Processors, vocab: VocabShard) -> Array:
     """Scores [T, V_local], all <= 0, with -inf for what top-k, top-p and min-p remove."""
     lowest = decide(

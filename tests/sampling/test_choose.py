@@ -146,8 +146,7 @@ def test_histories_are_made_where_a_penalty_looks_and_nowhere_else():
     rule = (lambda row: _LOGITS), batch, request, np.int32(0), _SMALL
 
     def decide_row(row, logits, histories):
-        own = (lambda _: logits), *rule[1:]
-        return match_rule(*own)(row, histories)
+        return match_rule(lambda _: logits, *rule[1:])(row, histories)
 
     def run(history):
         turns = walk(match_rule(*rule), history, 4, _SMALL)
