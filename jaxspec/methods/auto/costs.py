@@ -21,7 +21,7 @@ from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, 
 from jaxspec.methods.core.sequence import ABSENT, CHUNKS, IDLE_ROUNDS, SequenceState
 from jaxspec.methods.core.timing import Worth
 from jaxspec.results import Choice
-from jaxspec.runtime.transfer import place, zeros_of
+from jaxspec.runtime.transfer import zeros_of
 
 # Rounds of a sample, at most, and of one of drafts where rounds share dispatches. The first of several is not timed:
 # while it runs the others are dispatched, as while decoding, and a processor is slower just after a rest.
@@ -162,7 +162,7 @@ class _Rounds:
 
 def _as_long(sequence: SequenceState, tokens: int) -> SequenceState:
     """A model's side of a text of so many tokens, of which it lacks none; what its cache holds changes no time."""
-    length = place(np.int32(tokens), sequence.cache.length.sharding)
+    length: Any = np.int32(tokens)  # the next program takes it
     return dataclasses.replace(sequence, cache=dataclasses.replace(sequence.cache, length=length))
 
 

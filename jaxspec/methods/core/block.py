@@ -141,7 +141,7 @@ def _weigh(
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Draft as far as it pays: nothing, copies, or the best prefixes of a block that copies join."""
     stats, sequence = state.stats, state.sequence
-    copied = find_and_join(settings, state, True)
+    copied = find_and_join(settings, state)
     assert stats is not None and copied.rates is not None and sequence is not None
     beside = 1.0 if features.first_order else BESIDE
     first = [place_kind(1 + place, jnp.bool_(False), jnp.int32(0)) - PLACES for place in range(settings.places)]

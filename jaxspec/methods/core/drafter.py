@@ -49,7 +49,7 @@ class Drafter(abc.ABC):
     placement: Placement | None = None  # of its model
     operands: Any = ()  # what else `propose` takes
     learned: Any = None  # `AcceptanceStats.all` of an earlier process, which the first text begins with
-    draft_program: Program | None = None  # that `draft` dispatches
+    draft_programs: Sequence[Program] = ()  # each of which `draft` may dispatch
     earlier: np.ndarray = NO_ANSWERS  # answers that copies may come from, each with -1 at its end
 
     @abc.abstractmethod
@@ -128,9 +128,10 @@ class ModelDrafter(Drafter):
         """Declare how a batch is proposed: a function of parameters, state, `verified`, history and request."""
         placement, self.state = self.placement, state
         args = [placement.params(), state, verified, history_shapes(placement), request_shapes(placement)]
-        self.draft_program = Program("draft", draft, placement.plan, args, (state, self.shapes), donate=[1])
+        self._draft = Program("draft", draft, placement.plan, args, (state, self.shapes), donate=[1])
         self.propose = lambda *arguments: draft(*arguments[:-1])
-        self.programs = (*self.programs, self.draft_program)
+        self.draft_programs = (self._draft,)
+        self.programs = (*self.programs, self._draft)
 
     def declare_begin(self, state: Any, begin: Callable[[SequenceState], Any]) -> None:
         """Declare how the state of an empty sequence is made."""
@@ -154,5 +155,4 @@ class ModelDrafter(Drafter):
     def draft(
         self, params: ModelParams, target: SequenceState, state: Any, verified: Verified, request: Request
     ) -> tuple[SequenceState, Any, Draft]:
-        assert self.draft_program is not None
-        return target, *self.draft_program(params.draft, state, verified, target.history, request)
+        return target, *self._draft(params.draft, state, verified, target.history, request)

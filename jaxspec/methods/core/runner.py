@@ -209,7 +209,7 @@ class SpeculativeRunner(Runner):
         self.held = (self.executor.state, self.drafter.state, self.drafter.shapes, self.executor.verified)
         self.programs = (*self.executor.programs, *self.drafter.programs)
         # Programs of one round; where rounds share a dispatch, traces and rounds under a constraint run them.
-        self.single = tuple(filter(None, (self.drafter.draft_program, self.executor.verify_program)))
+        self.single = tuple(filter(None, (*self.drafter.draft_programs, self.executor.verify_program)))
         self.shared_rounds = None
         propose, model = self.drafter.propose, self.drafter.placement
         if propose is not None and self.executor.check is not None and share_dispatches(target, model, num_rows):

@@ -120,14 +120,17 @@ class ModelSequence:
             )
             return begin(cache, init_history(vocab), root)
 
-        def rewind(state, token, length, root):
+        def rewind(recurrent, token, length, root):
             history = init_history(vocab)
             history = update_history(history, token, jnp.arange(slots) < length, vocab, generated=False)
-            return begin(rewind_cache(state.cache, length), history, root)
+            return begin(rewind_cache(KVCache((), (), length, recurrent), length), history, root)
 
         self._create = Program(f"{role} create", create, plan, [scalar], self.state)
-        args = [self.state, placement.array((slots,), jnp.int32), scalar, scalar]
-        self._rewind = Program(f"{role} rewind", rewind, plan, args, self.state, donate=[0])
+        # Keys and values stay as they are. A call takes longer the more arrays go in and come out.
+        cache = self.state.cache
+        args = [cache.recurrent, placement.array((slots,), jnp.int32), scalar, scalar]
+        rest = dataclasses.replace(self.state, cache=dataclasses.replace(cache, key=(), value=()))
+        self._rewind = Program(f"{role} rewind", rewind, plan, args, rest, donate=[0])
         self._cuts = not keeps_text and cfg.recurrent is None  # a cache alone is cut by its length
         begins = (self._create,) if self._cuts else (self._create, self._rewind)
         self.programs: Sequence[Program] = (*begins, *self._declare_fill(role))
@@ -182,7 +185,10 @@ class ModelSequence:
             return SequenceState(dataclasses.replace(state.cache, length=np.int32(len(kept))), seen=seen)
         token = np.zeros(self.slots, np.int32)
         token[: len(kept)] = kept
-        return self._rewind(state, token, np.int32(len(kept)), np.int32(root))
+        rest = self._rewind(state.cache.recurrent, token, np.int32(len(kept)), np.int32(root))
+        return dataclasses.replace(
+            rest, cache=dataclasses.replace(rest.cache, key=state.cache.key, value=state.cache.value)
+        )
 
     def rewind_to(self, state: SequenceState, tokens: np.ndarray, common: int) -> tuple[SequenceState, int]:
         """Go back to what a sequence shares with int32 `tokens` `[n]`, the last of which is the new root.

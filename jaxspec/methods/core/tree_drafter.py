@@ -6,6 +6,7 @@ fewer tokens per second than it costs. All of it is data inside one compiled pro
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jaxspec.methods.core.tree_round import (
     TreeState,
     blank_nodes,
     draft_round,
+    leave,
     take_in,
 )
 from jaxspec.methods.core.verify import Draft, draft_shapes
@@ -63,6 +65,7 @@ class TreeDrafter(Drafter):
         capacity = slots + verified.tokens.shape[0] + (EARLIER_TOKENS if settings.copies else 0)
         self._copies = settings.copies is not None
         self._home, self._is_fed, self._never = placement, False, None
+        self._costs: Any = ()
         self.programs, sequence, tree = (), None, None
         if has_model:
             self.placement, self.slots, self.defers = placement, slots, True
@@ -87,71 +90,71 @@ class TreeDrafter(Drafter):
         if not settings.weighs:
             self.idles = settings.copies is not None
 
-        def begin(sequence, stats):
-            text = Text(jnp.zeros(capacity, jnp.int32), jnp.int32(0), jnp.int32(0))
-            blank = None if tree is None else init_tree(settings.tree_rows, settings.branch)
-            first = jnp.int32(FIRST_PATIENCE)
-            nodes = blank_nodes(settings, has_model) if settings.learns else None
-            nothing = None if unfed is None else Unfed(jnp.zeros(unfed.states.shape), jnp.int32(0))
-            return TreeState(text, sequence, blank, stats, nodes, idle=first, patience=first, unfed=nothing)
+        def blank():
+            return blank_nodes(settings) if settings.learns else None
 
-        def create(sequence):
-            return begin(sequence, init_acceptance() if settings.learns else None)
+        def create(stats=None):
+            text = Text(jnp.zeros(capacity, jnp.int32), jnp.int32(0), jnp.int32(0))
+            empty = None if tree is None else init_tree(settings.tree_rows, settings.branch)
+            first = jnp.int32(FIRST_PATIENCE)
+            nothing = None if unfed is None else Unfed(jnp.zeros(unfed.states.shape), jnp.int32(0))
+            stats = stats or (init_acceptance() if settings.learns else None)
+            return TreeState(text, None, empty, stats, blank(), idle=first, patience=first, unfed=nothing)
 
         def restart(state, text, verified):
-            begun = begin(state.sequence, None if state.stats is None else state.stats.next_text())
+            begun = create(state.stats and state.stats.next_text())
             left = None if state.unfed is None else dataclasses.replace(state.unfed, count=jnp.int32(0))
             begun = dataclasses.replace(begun, text=text, idle=state.idle, patience=state.patience, unfed=left)
             if not takes:  # its model would run
                 return begun
-            return leave(take_in((), placement if has_model else None, begun, verified)[0], verified)
-
-        def leave(state, verified):
-            return dataclasses.replace(
-                state,
-                idle=state.idle + verified.count,
-                tree=None if state.tree is None else dataclasses.replace(state.tree, size=jnp.int32(0)),
-                nodes=blank_nodes(settings, has_model) if settings.learns else None,
-            )
+            return leave(take_in((), None, begun, verified)[0], verified, blank())
 
         def draft(params, state, verified, history, request, costs=None):
             if state.stats is not None:
                 law = jnp.int32(request.processors.temperature > 0)
                 state = dataclasses.replace(state, stats=dataclasses.replace(state.stats, law=law))
-            model = DraftModel(params, placement, propose, request) if propose is not None else None
-            if model is not None and settings.places:
+            if propose is None or state.sequence is None:
+                return draft_round(None, settings, state, verified, history, costs)
+            model = DraftModel(params, placement, propose, request)
+            if settings.places:
                 return block_round(model, settings, state, verified, history, costs)
             return draft_round(model, settings, state, verified, history, costs)
 
         def skip(params, state, verified, flush):
-            state, _, _ = take_in(params, placement if has_model else None, state, verified)
+            state, _, _ = take_in(params, placement, state, verified)
             if state.unfed is not None and state.sequence is not None:
                 sequence, left, _, _ = feed(
                     params, placement.cfg, state.text, state.sequence, state.unfed, verified, flush
                 )
                 state = dataclasses.replace(state, sequence=sequence, unfed=left)
-            return leave(state, verified)
+            return leave(state, verified, blank())
 
         plan, scalar = placement.plan, placement.array((), jnp.int32)
         stats = nodes = None
         if settings.learns:
             stats = placement.replicated(jax.eval_shape(init_acceptance))
-            nodes = placement.replicated(jax.eval_shape(lambda: blank_nodes(settings, has_model)))
+            nodes = placement.replicated(jax.eval_shape(blank))
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
         self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar, unfed)
-        self._create = Program("draft begin", create, plan, [sequence], state, donate=[0])
-        kept = [dataclasses.replace(state, text=ABSENT, tree=None, nodes=None), text, verified]
-        self._restart = Program("draft begin again", restart, plan, kept, state, donate=[0])
+        # A cache has many arrays: programs that run no model do without it, since a call takes longer with each.
+        apart = dataclasses.replace(state, sequence=None)
+        self._create = Program("draft begin", create, plan, [], apart)
+        kept = [dataclasses.replace(apart, text=ABSENT, tree=None, nodes=None), text, verified]
+        self._restart = Program("draft begin again", restart, plan, kept, apart, donate=[0])
         self._nothing = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), verified)
         params = placement.params() if has_model else ()
         shapes = [] if costs is None else [costs.shapes(placement)]
         history = history_shapes(placement) if has_model else ()
         args = [params, state, verified, history, request_shapes(placement), *shapes]
-        self.draft_program = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
-        args = [params if self._is_fed else (), state, verified, placement.array((), jnp.bool_)]
-        self._skip = Program("draft skip", skip, plan, args, state, donate=[1])
+        self._draft = Program("draft", draft, plan, args, (state, self.shapes), donate=[1])
+        args = [(), apart, verified, (), *args[4:]]
+        self._rest = Program("draft rest", draft, plan, args, (apart, self.shapes), donate=[1]) if self.rests else None
+        self.draft_programs = (self._draft, self._rest) if self._rest is not None else (self._draft,)
+        args = [params, state] if self._is_fed else [(), apart]
+        args += [verified, placement.array((), jnp.bool_)]
+        self._skip = Program("draft skip", skip, plan, args, args[1], donate=[1])
         self.propose = draft if costs is not None else lambda *arguments: draft(*arguments[:-1])
-        self.programs = (*self.programs, self.draft_program, self._create, self._restart, self._skip)
+        self.programs = (*self.programs, *self.draft_programs, self._create, self._restart, self._skip)
         if costs is not None:
             self.use_costs(costs)
 
@@ -210,13 +213,18 @@ class TreeDrafter(Drafter):
     def draft(
         self, params: ModelParams, target: SequenceState, state: TreeState, verified: Verified, request: Request
     ) -> tuple[SequenceState, TreeState, Draft]:
-        assert self.draft_program is not None
         costs = () if self.operands == () else (self.operands,)
+        if self._rest is not None and self.operands is not self._costs:
+            left, batch = self._rest((), _without(state), verified, (), request, *costs)
+            return target, dataclasses.replace(left, sequence=state.sequence), batch
         model, history = ((), ()) if self.placement is None else (params.draft, target.history)
-        return target, *self.draft_program(model, state, verified, history, request, *costs)
+        return target, *self._draft(model, state, verified, history, request, *costs)
 
     def skip(self, params: ModelParams, state: TreeState, verified: Verified, flush: bool = False) -> TreeState:
-        return self._skip(params.draft if self._is_fed else (), state, verified, np.bool_(flush))
+        if self._is_fed:
+            return self._skip(params.draft, state, verified, np.bool_(flush))
+        left = self._skip((), _without(state), verified, np.bool_(flush))
+        return dataclasses.replace(left, sequence=state.sequence)
 
     def drop(self, state: TreeState) -> TreeState:
         if state.stats is None or state.nodes is None:
@@ -228,16 +236,16 @@ class TreeDrafter(Drafter):
         self, sequence: SequenceState | None, state: TreeState | None, text: Text, taken: Verified | None
     ) -> TreeState:
         if state is None:
-            begun: TreeState = self._create(sequence)
-            sequence = begun.sequence
+            begun: TreeState = self._create()
             if self.learned is not None and begun.stats is not None:
                 kept = {f"usual_{name}": counts for name, counts in self.learned.items()}
                 begun = dataclasses.replace(begun, stats=dataclasses.replace(begun.stats, **kept))
         else:
             begun = state
         # The rest depends on the capacity, or is new.
-        begun = dataclasses.replace(begun, sequence=sequence, text=ABSENT, tree=None, nodes=None)
-        return self._restart(begun, text, self._nothing if taken is None else taken)
+        begun = dataclasses.replace(begun, sequence=None, text=ABSENT, tree=None, nodes=None)
+        begun = self._restart(begun, text, self._nothing if taken is None else taken)
+        return dataclasses.replace(begun, sequence=sequence)
 
     def _text_of(self, tokens: np.ndarray) -> Text:
         """The buffer with int32 `tokens` `[n]`, on the host: the first program of a text takes it."""
@@ -248,3 +256,7 @@ class TreeDrafter(Drafter):
         token[start : start + len(tokens)] = tokens
         length = np.int32(start + len(tokens))
         return Text(token, length, np.int32(start))  # pyright: ignore[reportArgumentType]
+
+
+def _without(state: TreeState) -> TreeState:
+    return dataclasses.replace(state, sequence=None)

@@ -140,15 +140,15 @@ class TreeState:
     unfed: Unfed | None = None  # of a draft that is fed hidden states and weighed
 
 
-def blank_nodes(settings: TreeSettings, has_model: bool) -> Nodes:
+def blank_nodes(settings: TreeSettings) -> Nodes:
     """Nothing proposed."""
     copies = settings.copies
-    return no_nodes(num_observed(settings, has_model) + (0 if copies is None else copies.candidates * copies.length))
+    return no_nodes(num_observed(settings) + (0 if copies is None else copies.candidates * copies.length))
 
 
-def num_observed(settings: TreeSettings, has_model: bool) -> int:
+def num_observed(settings: TreeSettings) -> int:
     """Nodes that are learned from of a model's proposals; those of a block count as tokens and as places."""
-    return settings.proposals * (2 if settings.places else 1) if has_model else 1
+    return settings.proposals * (2 if settings.places else 1)
 
 
 def take_in(
@@ -164,7 +164,9 @@ def take_in(
     if stats is not None and state.nodes is not None:
         stats = learn(stats, state.nodes, verified)
     reached, root = jnp.int32(0), None
-    if placement is not None and sequence is not None:
+    if unfed is not None:
+        unfed = unfed.append(verified)
+    elif placement is not None and sequence is not None:
         if placement.cfg.features is None:
             assert state.tree is not None
             with jax.named_scope("draft/commit"):
@@ -173,8 +175,6 @@ def take_in(
                 reached = jnp.minimum(reached, verified.count)
                 cache = commit_path(sequence.cache, path, reached, state.tree.rows)
                 sequence = dataclasses.replace(sequence, cache=cache)
-        elif unfed is not None:
-            unfed = unfed.append(verified)
         elif placement.cfg.features.kind == "block":
             sequence = feed_block(params, placement.cfg, sequence, verified)
         else:
@@ -187,7 +187,10 @@ def draft_round(
     model: DraftModel | None, settings: TreeSettings, state: TreeState, verified: Verified, history: History,
     costs: PlacedCosts | None,
 ) -> tuple[TreeState, Draft]:  # fmt: skip
-    """Take in the last round, and propose a batch for the next; for one shard."""
+    """Take in the last round, and propose a batch for the next; for one shard.
+
+    Without a `model` the state has no `sequence`, even where there is one, which rests then.
+    """
     placement, params = (None, ()) if model is None else (model.placement, model.params)
     state, reached, root = take_in(params, placement, state, verified)
     if model is not None and costs is None:
@@ -195,14 +198,20 @@ def draft_round(
         batch = select_batch(grown.tree, settings.num_rows)
         sequence = dataclasses.replace(sequence, cache=grown.cache)
         return dataclasses.replace(state, sequence=sequence, tree=grown.tree), Draft(batch, passes)
-    copied = find_and_join(settings, state, model is not None)
+    copied = find_and_join(settings, state)
     if model is not None and costs is not None:
         return _weigh(model, settings, state, verified, history, costs, copied)
     candidates = copied.candidates
     if costs is not None:
         candidates, _, _ = keep_best(candidates, costs.rounds)
     batch = pack_best(state.text.token[state.text.length - 1], candidates, settings.num_rows)
-    return dataclasses.replace(state, nodes=copied.nodes), Draft(batch, jnp.int32(0))
+    return leave(state, verified, copied.nodes), Draft(batch, jnp.int32(0))
+
+
+def leave(state: TreeState, verified: Verified, nodes: Nodes | None) -> TreeState:
+    """The state after a round without the draft model, in which these nodes were proposed."""
+    tree = None if state.tree is None else dataclasses.replace(state.tree, size=jnp.int32(0))
+    return dataclasses.replace(state, idle=state.idle + verified.count, tree=tree, nodes=nodes)
 
 
 class Copied(NamedTuple):
@@ -214,12 +223,11 @@ class Copied(NamedTuple):
     rates: Array | None  # of the state's `AcceptanceStats`; None where nothing is learned
 
 
-def find_and_join(settings: TreeSettings, state: TreeState, has_model: bool) -> Copied:
+def find_and_join(settings: TreeSettings, state: TreeState) -> Copied:
     """Copies of earlier text, without a draft's proposals."""
-    count = settings.proposals if has_model else 1
-    zero = jnp.zeros(count, jnp.int32)
+    count = settings.proposals
+    zero, none = jnp.zeros(count, jnp.int32), no_nodes(num_observed(settings))
     nothing = Candidates(zero, zero - 1, zero + 1, jnp.full(count, -jnp.inf))
-    none = no_nodes(num_observed(settings, has_model))
     rates = None if state.stats is None else state.stats.rates()
     if settings.copies is None:
         return Copied(None, nothing, none, rates)
