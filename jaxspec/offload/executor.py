@@ -25,7 +25,7 @@ from jaxspec.methods.core.sequence import (
     states_before,
     usable_chunks,
 )
-from jaxspec.methods.core.verify import Rule, batch_rows, count_idle, judge_batch, match, take_token
+from jaxspec.methods.core.verify import Rule, batch_rows, judge_batch, match, take_token
 from jaxspec.models.features import NORMED
 from jaxspec.models.kv_cache import commit_rows
 from jaxspec.models.params import Params
@@ -236,13 +236,12 @@ class StreamingExecutor(TargetExecutor):
                 return begin_rows(params, cfg, given.batch.token, position, length, window, live=given.batch.count)
 
             def close_batch(params, state, states, draft, request):
-                given, before = taken(draft), state.idle
+                given = taken(draft)
                 active_rows = given.batch.count if dynamic_rows else None
                 hidden, fed = finish_rows(params, cfg, states[-1]), join_streamed(params, target, states, layers)
                 state, verified, round_ = judge_batch(
                     params, target, state, given, request, path, rule, active_rows, hidden, state.cache
                 )
-                state = dataclasses.replace(state, idle=count_idle(before, given.batch.count == 1, verified))
                 verified = verified if fed is None else dataclasses.replace(verified, states=fed[verified.path])
                 return state, reply(verified) if reply else verified, round_
 

@@ -17,8 +17,8 @@ from jaxspec.methods.auto.online import OPTIMISM, CostFilter, differ
 from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
 from jaxspec.methods.core.cost_model import LAWS, CostModel
 from jaxspec.methods.core.round import ModelParams, StepOutput, count_bytes, first_verified, read_rounds
-from jaxspec.methods.core.runner import ROUNDS_PER_DISPATCH, SpeculativeRunner, SpeculativeState
-from jaxspec.methods.core.sequence import ABSENT, CHUNKS, IDLE_ROUNDS, SequenceState
+from jaxspec.methods.core.runner import SpeculativeRunner, SpeculativeState, limit_steps
+from jaxspec.methods.core.sequence import ABSENT, CHUNKS, NO_LIMIT, SequenceState
 from jaxspec.methods.core.timing import Worth
 from jaxspec.results import Choice
 from jaxspec.runtime.transfer import zeros_of
@@ -149,8 +149,8 @@ class _Rounds:
         jax.block_until_ready((target, draft))
         start = self._now()
         for number, size in enumerate(dispatches):
-            idle: Any = np.int32(IDLE_ROUNDS if several and number else -ROUNDS_PER_DISPATCH)
-            target, before = dataclasses.replace(target, idle=idle), first_verified(shapes, roots[number])
+            target = limit_steps(target, NO_LIMIT if several and number else 1)
+            before = first_verified(shapes, roots[number])
             target, draft, last, round_ = runner.dispatch_rounds(self._params, target, draft, before, request, size)
             rounds.append(round_)
         self._state = dataclasses.replace(state, target=target, draft=draft, verified=last)

@@ -141,7 +141,7 @@ def _weigh(
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Draft as far as it pays: nothing, copies, or the best prefixes of a block that copies join."""
     stats, sequence = state.stats, state.sequence
-    copied = find_and_join(settings, state)
+    copied = find_and_join(settings, state, costs)
     assert stats is not None and copied.rates is not None and sequence is not None
     beside = 1.0 if features.first_order else BESIDE
     first = [place_kind(1 + place, jnp.bool_(False), jnp.int32(0)) - PLACES for place in range(settings.places)]
@@ -180,7 +180,7 @@ def _weigh(
     )
     state = dataclasses.replace(state, sequence=dataclasses.replace(sequence, cache=cache), nodes=nodes)
     passes = prospect.wanted.astype(jnp.int32)
-    return note_draft(state, prospect, candidates.score, passes, idle), Draft(batch, passes)
+    return note_draft(state, prospect, candidates.score, passes, idle), Draft(batch, passes, watch=copied.watch)
 
 
 def _correct(

@@ -56,8 +56,7 @@ class ConstrainedPasses:
             )
             if states is not None:
                 verified = dataclasses.replace(verified, states=states[verified.path])
-            # The next round without a constraint counts its drafts anew.
-            return dataclasses.replace(state, idle=jnp.int32(0)), reply(verified) if reply else verified, round_
+            return state, reply(verified) if reply else verified, round_
 
         draft, width = draft_shapes(target, num_rows), target.cfg.embed_dim
         hidden = target.array((num_rows, width), jnp.float32)

@@ -8,8 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.methods.core.cost_model import CONTRADICTED, COPIES, AcceptanceStats, copy_kind
-from jaxspec.pytree import pytree
+from jaxspec.methods.core.cost_model import (
+    CONTRADICTED,
+    COPIES,
+    AcceptanceStats,
+    PlacedCosts,
+    best_count,
+    copy_kind,
+)
+from jaxspec.pytree import pytree, static
 from jaxspec.sampling.accept import Verified
 from jaxspec.tree.tree import Candidates, Tree
 
@@ -18,6 +25,8 @@ _TOKEN_FACTOR, _DEPTH_FACTOR = 2654435761, 1640531527
 # Tokens of earlier answers that are kept, and how many must match there: fewer match everywhere.
 EARLIER_TOKENS, EARLIER_MATCH = 4096, 4
 NO_ANSWERS = np.zeros(0, np.int32)
+# Gain over plain decoding that copies must promise to end a round of several tokens, and a match that no text has.
+WORTH_A_ROUND, NEVER = 1.1, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +61,34 @@ def keep_answer(earlier: np.ndarray, answer: Sequence[int]) -> np.ndarray:
     if any(np.array_equal(earlier[start : start + len(added)], added) for start in starts):
         return earlier
     return np.concatenate([earlier, added])[-EARLIER_TOKENS:]
+
+
+def match_lengths(text: Text, ngram: int) -> Array:
+    """How many tokens before each place of the text are its last ones, int32 [S], at most `ngram`; 0 where too few.
+
+    An occurrence is known by its last place; it is compared backwards with the end of the text.
+    """
+    place, last = jnp.arange(text.token.shape[0], dtype=jnp.int32), text.length - 1
+    matched, going = jnp.zeros_like(place), place < last
+    for back in range(ngram):
+        # Nothing is compared past the beginning of this text or of an earlier one: no token of this text equals -1.
+        shifted = jax.lax.pad(text.token, jnp.int32(-1), [(back, -back, 0)])
+        going &= (shifted == text.token[jnp.maximum(last - back, 0)]) & (last - back >= text.start)
+        matched += going
+    return jnp.where((place < text.start) & (matched < min(EARLIER_MATCH, ngram)), 0, matched)
+
+
+@pytree
+class Watch:
+    """What ends plain decoding: the last tokens of the text stand in it already, so that copies are worth a round."""
+
+    text: Text
+    least: Array  # int32 [], tokens that must match
+    ngram: int = static()  # most that are compared
+
+    def finds(self, verified: Verified) -> Array:
+        """Whether it is so after what was decoded since, bool []."""
+        return match_lengths(self.text.append(verified), self.ngram).max() >= self.least
 
 
 @pytree
@@ -120,16 +157,8 @@ def find_copies(text: Text, rates: Array, settings: CopySettings) -> Copies:
     `rates` are those of `AcceptanceStats`.
     """
     C, L = min(settings.candidates, text.token.shape[0]), settings.length
-    place = jnp.arange(text.token.shape[0], dtype=jnp.int32)
-    last = text.length - 1
-    # An occurrence is known by its last position; it is compared backwards with the end of the text.
-    matched, going = jnp.zeros_like(place), place < last
-    for back in range(settings.ngram):
-        # Nothing is compared past the beginning of this text or of an earlier one: no token of this text equals -1.
-        shifted = jax.lax.pad(text.token, jnp.int32(-1), [(back, -back, 0)])
-        going &= (shifted == text.token[jnp.maximum(last - back, 0)]) & (last - back >= text.start)
-        matched += going
-    matched = jnp.where((place < text.start) & (matched < min(EARLIER_MATCH, settings.ngram)), 0, matched)
+    place, last = jnp.arange(text.token.shape[0], dtype=jnp.int32), text.length - 1
+    matched = match_lengths(text, settings.ngram)
     # XLA sorts all of an array of integers on a CPU, and none of floats, which hold these integers exactly up to 2**24:
     # for 8 tokens that match in a text of 1.8 million.
     order = jnp.where(matched > 0, matched * place.size + place, -1).astype(jnp.float32)
@@ -155,6 +184,15 @@ def find_copies(text: Text, rates: Array, settings: CopySettings) -> Copies:
     own = (first == jnp.arange(C)[:, None]) & exists
     logprob = jnp.log(rates[kind]) + jnp.log(share)
     return Copies(token, first, own, hashes, kind, share, logprob)
+
+
+def least_match(rates: Array, costs: PlacedCosts, length: int) -> Array:
+    """How many tokens must match so that copies of up to `length` tokens pay well, int32 []."""
+    size = jnp.arange(1, CONTRADICTED)
+    chances = jnp.cumsum(jnp.log(rates[copy_kind(size[:, None] + jnp.arange(length))]), axis=1)
+    count, gain = jax.vmap(best_count, (0, None))(chances, costs.rounds)
+    pays = gain / costs.rounds[count] > WORTH_A_ROUND / costs.rounds[0]
+    return jnp.where(pays.any(), 1 + jnp.argmax(pays), NEVER).astype(jnp.int32)
 
 
 def proposal_hashes(tree: Tree) -> tuple[Array, Array]:

@@ -30,7 +30,7 @@ from jaxspec.methods.core.round import (
     steps_per_dispatch,
     verified_shapes,
 )
-from jaxspec.methods.core.sequence import IDLE_ROUNDS, PromptStates, SequenceState, cache_slots, fit_kept
+from jaxspec.methods.core.sequence import NO_LIMIT, PromptStates, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import Draft, Rule, chain_draft, has_ended
 from jaxspec.pytree import pytree, static
@@ -331,10 +331,8 @@ class SpeculativeRunner(Runner):
         wanted = self.single if shared is None else (shared,)
         loading = self.timer is not None and any(program.is_coming() for program in wanted)
         # The first token waits for no others, and not for the draft.
-        host, plain_first = state.host, self.timer is not None and self.drafter.drops and not state.host.begun
-        if not host.begun and not plain_first:  # a first round without a draft decodes one token
-            idle: Any = np.int32(IDLE_ROUNDS - 1)
-            state = dataclasses.replace(state, target=dataclasses.replace(state.target, idle=idle))
+        host, first = state.host, not state.host.begun
+        plain_first = first and self.timer is not None and self.drafter.drops
         self._begin_rounds(host, request)
         unread = host.pending
         unsettled = loading or plain_first
@@ -356,9 +354,8 @@ class SpeculativeRunner(Runner):
             return SpeculativeState(target, draft, verified, host), round_, min_tokens
         self.drafter.rest(resting or paused)
         host.dispatched.append((not paused, delayed))
-        count, target = 1 if shared is None else min(ROUNDS_PER_DISPATCH, room), state.target
-        if paused:  # one round decodes as many tokens as a plain dispatch
-            target = dataclasses.replace(target, idle=np.int32(IDLE_ROUNDS))
+        count = 1 if shared is None else min(ROUNDS_PER_DISPATCH, room)
+        target = limit_steps(state.target, 1 if first else NO_LIMIT)
         target, draft, verified, rounds = self.dispatch_rounds(params, target, draft, state.verified, request, count)
         return SpeculativeState(target, draft, verified, host), rounds, count
 
@@ -435,6 +432,12 @@ class SpeculativeRunner(Runner):
             self.timer.leave_out()
         else:
             self.timer.observe(*outputs, allowed=allowed, delayed=delayed)
+
+
+def limit_steps(state: SequenceState, most: int) -> SequenceState:
+    """The state whose next rounds decode at most so many tokens each where nothing is proposed."""
+    limit: Any = np.int32(most)  # the next program takes it
+    return dataclasses.replace(state, most=limit)
 
 
 def _with_states(verified: Verified, states: PromptStates | None) -> Verified:

@@ -27,9 +27,8 @@ CHUNKS = (64, 512)
 # Most small passes in place of a large one, which costs some six of them on a CPU. Native kernels on one device compute
 # no padding. Of a delta rule with narrow keys, though, XLA rounds passes of other sizes otherwise.
 MOST_SMALL, MOST_SMALL_NATIVE = 6, 2
-# After so many rounds in a row to which no draft added a token, a round whose batch is the root alone decodes several
-# tokens. Before, it decodes one: a draft that appears is noticed at once. A text begins as if it had been idle.
-IDLE_ROUNDS = 2
+# No limit to the tokens of a round where nothing is proposed, but that of its program.
+NO_LIMIT = 1 << 20
 # What a state holds of a text that it does not keep.
 ABSENT: Any = None
 
@@ -45,7 +44,7 @@ class SequenceState:
     history: History = ABSENT  # tokens seen, for penalties
     root: Array = ABSENT  # int32 [], the last verified token
     generated: Array = ABSENT  # int32 [], verified tokens after the prompt
-    idle: Array = ABSENT  # int32 [], rounds in a row to which no draft added a token
+    most: Array = ABSENT  # int32 [], tokens that a round decodes where nothing is proposed, at most
     # int32 [], of a feature draft: verified tokens that it was told of. Its cache has no row for the
     # first token of a text (`jaxspec/models/feature_draft.py`), and none for those that it was not told of.
     seen: Array = ABSENT
@@ -112,7 +111,7 @@ class ModelSequence:
             if not keeps_text:
                 return SequenceState(cache, seen=seen)
             history = update_history(history, root[None], jnp.ones(1, bool), vocab, generated=False)
-            return SequenceState(cache, history, root, jnp.int32(0), jnp.int32(IDLE_ROUNDS), seen)
+            return SequenceState(cache, history, root, jnp.int32(0), jnp.int32(NO_LIMIT), seen)
 
         def create(root):
             cache = init_cache(

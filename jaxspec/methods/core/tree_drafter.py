@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.methods.core.block import block_round
-from jaxspec.methods.core.copies import EARLIER_TOKENS, Text
+from jaxspec.methods.core.copies import EARLIER_TOKENS, Text, Watch
 from jaxspec.methods.core.cost_model import CostModel, init_acceptance
 from jaxspec.methods.core.draft_passes import DraftModel, Propose, Unfed, feed
 from jaxspec.methods.core.drafter import Drafter, Pending
@@ -135,6 +135,8 @@ class TreeDrafter(Drafter):
             stats = placement.replicated(jax.eval_shape(init_acceptance))
             nodes = placement.replicated(jax.eval_shape(blank))
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
+        if settings.copies is not None and plan.kernels.takes_cpu_forms:
+            self.shapes = dataclasses.replace(self.shapes, watch=Watch(text, scalar, settings.copies.ngram))
         self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar, unfed)
         # A cache has many arrays: programs that run no model do without it, since a call takes longer with each.
         apart = dataclasses.replace(state, sequence=None)

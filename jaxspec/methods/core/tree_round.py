@@ -16,10 +16,12 @@ from jaxspec.methods.core.copies import (
     CopySettings,
     Nodes,
     Text,
+    Watch,
     concatenate,
     find_copies,
     join,
     learn,
+    least_match,
     no_nodes,
     path_terms,
     proposal_hashes,
@@ -68,6 +70,7 @@ from jaxspec.tree.tree import (
     root_alone,
     select_batch,
 )
+from pallas_kernels import registry
 
 # Verified tokens that a draft which was left alone takes in one pass when it is asked again.
 SYNC_ROWS = 16
@@ -198,14 +201,14 @@ def draft_round(
         batch = select_batch(grown.tree, settings.num_rows)
         sequence = dataclasses.replace(sequence, cache=grown.cache)
         return dataclasses.replace(state, sequence=sequence, tree=grown.tree), Draft(batch, passes)
-    copied = find_and_join(settings, state)
+    copied = find_and_join(settings, state, costs)
     if model is not None and costs is not None:
         return _weigh(model, settings, state, verified, history, costs, copied)
     candidates = copied.candidates
     if costs is not None:
         candidates, _, _ = keep_best(candidates, costs.rounds)
     batch = pack_best(state.text.token[state.text.length - 1], candidates, settings.num_rows)
-    return leave(state, verified, copied.nodes), Draft(batch, jnp.int32(0))
+    return leave(state, verified, copied.nodes), Draft(batch, jnp.int32(0), watch=copied.watch)
 
 
 def leave(state: TreeState, verified: Verified, nodes: Nodes | None) -> TreeState:
@@ -221,20 +224,23 @@ class Copied(NamedTuple):
     candidates: Candidates  # the copies alone; in front, as many proposals that do not exist as a draft may make
     nodes: Nodes
     rates: Array | None  # of the state's `AcceptanceStats`; None where nothing is learned
+    watch: Watch | None  # for copies that may come; None where rounds decode one token each
 
 
-def find_and_join(settings: TreeSettings, state: TreeState) -> Copied:
+def find_and_join(settings: TreeSettings, state: TreeState, costs: PlacedCosts | None) -> Copied:
     """Copies of earlier text, without a draft's proposals."""
     count = settings.proposals
     zero, none = jnp.zeros(count, jnp.int32), no_nodes(num_observed(settings))
     nothing = Candidates(zero, zero - 1, zero + 1, jnp.full(count, -jnp.inf))
     rates = None if state.stats is None else state.stats.rates()
     if settings.copies is None:
-        return Copied(None, nothing, none, rates)
+        return Copied(None, nothing, none, rates, None)
     assert rates is not None
     copies = find_copies(state.text, rates, settings.copies)
     candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, rates)
-    return Copied(copies, candidates, concatenate(none, nodes), rates)
+    least = jnp.int32(1) if costs is None else least_match(rates, costs, settings.copies.length)
+    watch = Watch(state.text, least, settings.copies.ngram) if registry.current().takes_cpu_forms else None
+    return Copied(copies, candidates, concatenate(none, nodes), rates, watch)
 
 
 def _search(
@@ -379,7 +385,7 @@ def _weigh(
     state = dataclasses.replace(state, sequence=sequence, tree=kept, nodes=weighed.nodes)
     # Drafts in a row lack no tokens that plain rounds decoded.
     state = note_draft(state, prospect, weighed.candidates.score, weighed.passes - caught_up, idle)
-    return state, Draft(batch, weighed.passes)
+    return state, Draft(batch, weighed.passes, watch=copied.watch)
 
 
 def note_draft(state: TreeState, prospect: Prospect, score: Array, passes: Array, idle: Array) -> TreeState:

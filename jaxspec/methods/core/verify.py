@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jaxspec.methods.core.copies import Watch
 from jaxspec.methods.core.round import Round, pack_round
-from jaxspec.methods.core.sequence import ABSENT, IDLE_ROUNDS, SequenceState
+from jaxspec.methods.core.sequence import ABSENT, SequenceState
 from jaxspec.models.kv_cache import KVCache, commit_path, commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward_with_states, vocab_logits
@@ -37,6 +38,7 @@ class Draft:
     batch: Batch  # rows to verify; the root alone asks for plain decoding
     passes: Array  # int32 [], draft passes that it took, with `TRUNCATED` where its search was cut short
     extra: Any = None  # what else the acceptance rule needs, such as the q of a sampled tree; None for `match_rule`
+    watch: Watch | None = None  # what ends a round of several tokens without a draft; None for nothing
 
 
 def draft_shapes(placement: Placement, num_rows: int, extra: Any = None) -> Draft:
@@ -76,7 +78,6 @@ def verify(
     `forward_with_states`; `states`, those of the round before, may be written over and stay after `count`.
     """
     alone = draft.batch.count == 1
-    before = state.idle
 
     def verify_batch(state: SequenceState, turn: Array | int = 0) -> tuple[SequenceState, Verified, Round]:
         # The batch depends on the turn, which is 0: else XLA embeds it before the loop, and plain rounds pay for that.
@@ -85,35 +86,30 @@ def verify(
         return _verify_batch(params, target, state, own, request, max_path, rule, dynamic_rows, layers)
 
     if not idle_steps:
-        state, verified, round_ = verify_batch(state)
-        return dataclasses.replace(state, idle=count_idle(before, alone, verified)), verified, round_
+        return verify_batch(state)
     # A pass of one row costs less than a batch of which one row is active.
-    several = jnp.where(state.idle >= IDLE_ROUNDS, jnp.minimum(request.left(state.generated), idle_steps), 1)
+    several = jnp.minimum(request.left(state.generated), jnp.minimum(state.most, idle_steps))
     steps = jnp.where(alone, several, 0)
-    state, verified = decode_steps(params, target, state, request, steps, max_path, layers, states=states)
+    state, verified = decode_steps(
+        params, target, state, request, steps, max_path, layers, states=states, watch=draft.watch
+    )
     round_, verified = pack_round(verified, 0, 0, draft.passes), dataclasses.replace(verified, top=None)
     # A loop of at most one turn: XLA would copy the cache for a conditional.
-    state, verified, round_ = jax.lax.fori_loop(
+    return jax.lax.fori_loop(
         0, (~alone).astype(jnp.int32), lambda turn, done: verify_batch(done[0], turn), (state, verified, round_)
     )
-    return dataclasses.replace(state, idle=count_idle(before, alone, verified)), verified, round_
-
-
-def count_idle(idle: Array, alone: Array, verified: Verified) -> Array:
-    """Rounds in a row to which no draft added a token; a refused draft promises nothing of the next one."""
-    return jnp.where(alone | (verified.count == 1), idle + 1, 0)
 
 
 def decode_steps(
     params: Params, target: Placement, state: SequenceState, request: Request, steps: Array | int, max_path: int,
-    layers: tuple[int, ...] = (), masks: Array | None = None, states: Array | None = None,
+    layers: tuple[int, ...] = (), masks: Array | None = None, states: Array | None = None, watch: Watch | None = None,
 ) -> tuple[SequenceState, Verified]:  # fmt: skip
     """Decode `steps` tokens without a draft, at most `max_path`; for one shard. For `layers` and `states` see `verify`.
 
     `masks`, uint32 [>= steps, words], say which tokens each step may take (`allow`); None allows all of them. Where
-    `steps` is data and all tokens are allowed, it stops after one that ends the text, or one token after such a root.
+    `steps` is data and all tokens are allowed, it stops after one that ends the text, or one token after such a root,
+    and after what `watch` finds.
     """
-
     before, ends = state.history, masks is None and not isinstance(steps, int)
 
     def step(index: Array, done: tuple[SequenceState, Verified]) -> tuple[SequenceState, Verified]:
@@ -145,8 +141,9 @@ def decode_steps(
             most = jnp.where(has_ended(state, request, target.vocab), jnp.minimum(steps, 1), steps)
 
             def goes_on(done: tuple[SequenceState, Verified]) -> Array:
-                count = done[1].count
-                return (count < most) & ((count == 0) | ~has_ended(done[0], request, target.vocab))
+                count, ended = done[1].count, has_ended(done[0], request, target.vocab)
+                found = jnp.bool_(False) if watch is None else watch.finds(done[1])
+                return (count < most) & ((count == 0) | ~(ended | found))
 
             state, verified = jax.lax.while_loop(goes_on, lambda done: step(done[1].count, done), start)
     new = jnp.arange(max_path) < verified.count
