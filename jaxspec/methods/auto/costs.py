@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
-from jaxspec.methods.auto.online import OPTIMISM, CostFilter, differ
+from jaxspec.methods.auto.online import CostFilter, differ
 from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
 from jaxspec.methods.core.cost_model import LAWS, CostModel
 from jaxspec.methods.core.round import ModelParams, StepOutput, count_bytes, first_verified, read_rounds
@@ -204,7 +204,7 @@ class MeasuringRunner(SpeculativeRunner):
         self.measures, self.times = False, self.latest_times()
         assert self.times is not None
         save_costs(self._profile, self.times)
-        self._use(self._weigh(self.latest_times(OPTIMISM)))
+        self._use(self._weigh(self.times))
         # The measured rounds say nothing of the texts to come.
         return self.start(0, None)
 
@@ -254,9 +254,9 @@ class MeasuringRunner(SpeculativeRunner):
             save_costs(self._profile, times)
         save_learned(self._profile, jax.device_get(state.draft.stats).all())
 
-    def latest_times(self, optimism: float = 0.0) -> RoundTimes | None:
-        """What was measured, as rounds have corrected it; `optimism` is that of `CostFilter.costs`."""
-        costs, plain_s = self._filter.costs(optimism), self._filter.plain_s
+    def latest_times(self) -> RoundTimes | None:
+        """What was measured, as rounds have corrected it."""
+        costs, plain_s = self._filter.costs(), self._filter.plain_s
         return self.times if plain_s is None else RoundTimes.of(costs, plain_s)
 
     def report(self) -> AutoChoice:

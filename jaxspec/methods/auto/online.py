@@ -26,8 +26,6 @@ SCALE_OF = 3
 # Dispatches that are taken in together, once the scale is known: each alone takes several times as long, on a core that
 # computes a round meanwhile.
 TAKEN_TOGETHER = 8
-# Drafts and further rows are believed so many standard deviations cheaper: what is not tried is not learned.
-OPTIMISM = 0.5
 # Figures are used once a round of some rows would cost so much more or less by them.
 WORTH_USING = 0.03
 
@@ -58,7 +56,7 @@ class CostFilter:
     def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> CostModel | None:
         """Keep the rounds of a dispatch and what it took, if it was timed; `costs` where what was kept is taken in."""
         self._kept.append((outputs, seconds))
-        return None if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER else self.costs(OPTIMISM)
+        return None if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER else self.costs()
 
     def _take_in(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Correct the parts by a dispatch; first ones without drafts set the scale.
@@ -92,21 +90,14 @@ class CostFilter:
         # A part is never free, but for what rounds, rows and drafts cost beyond their other parts.
         self._seconds = np.maximum(each, least)
 
-    def costs(self, optimism: float = 0.0) -> CostModel:
-        """The costs, corrected by all that was kept; those that it began with while nothing was observed.
-
-        Drafts and further rows are believed `optimism` standard deviations cheaper.
-        """
+    def costs(self) -> CostModel:
+        """The costs, corrected by all that was kept; those that it began with while nothing was observed."""
         kept, self._kept = self._kept, []
         for dispatch in kept:
             self._take_in(*dispatch)
         if self._seconds is None:
             return self._costs
-        plain_s, spread = self._seconds[0], self._spread
-        each = self._seconds / plain_s
-        deviations = np.sqrt(np.maximum(0.0, np.diag(spread) - 2 * each * spread[0] + each**2 * spread[0, 0])) / plain_s
-        round_ = float(each[1])
-        draft, overhead, *rows = np.maximum(each - optimism * deviations, 0.1 * each)[2:].tolist()
+        round_, draft, overhead, *rows = (self._seconds[1:] / self._seconds[0]).tolist()
         # Fewer rows never cost more than more.
         passes = self._costs.passes[0] + self._shares @ np.minimum.accumulate(rows[::-1])[::-1]
         return dataclasses.replace(self._costs, passes=passes, draft=draft, draft_overhead=overhead, round=round_)

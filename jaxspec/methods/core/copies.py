@@ -26,7 +26,7 @@ _TOKEN_FACTOR, _DEPTH_FACTOR = 2654435761, 1640531527
 EARLIER_TOKENS, EARLIER_MATCH = 4096, 4
 NO_ANSWERS = np.zeros(0, np.int32)
 # Gain over plain decoding that copies must promise to end a round of several tokens, and a match that no text has.
-WORTH_A_ROUND, NEVER = 1.1, 1 << 20
+WORTH_A_ROUND, NEVER = 1.3, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
