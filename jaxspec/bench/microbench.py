@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxspec.methods.core.draft_passes import run_draft
-from jaxspec.methods.core.timing import medians, time_turns
+from jaxspec.methods.core.timing import time_turns
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS
 from jaxspec.models.experts import ExpertsConfig
 from jaxspec.models.kv_cache import init_cache
@@ -62,7 +62,7 @@ def measure_passes(llm: "LLM", context: int, rows: Iterable[int], repeats: int =
 
 def median_times(timers: Mapping[Any, PassTimer], repeats: int, passes: int = 1) -> dict[Any, float]:
     """Median seconds of one pass of each timer; a sample holds `passes`, one after the other in one program."""
-    return medians(time_turns(lambda: {name: timer(passes) / passes for name, timer in timers.items()}, repeats))
+    return time_turns(lambda: {name: timer(passes) / passes for name, timer in timers.items()}, repeats)
 
 
 def time_target_pass(placement: Placement, params: Params, rows: int, context: int) -> PassTimer:

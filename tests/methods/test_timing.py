@@ -129,6 +129,4 @@ def test_rounds_of_one_dispatch_share_its_time(timer, clock):
 
 def test_the_first_turn_warms_up_and_is_dropped():
     turns = iter([9.0, 1.0, 5.0, 2.0])
-    samples = timing.time_turns(lambda: {"pass": next(turns)}, 3)
-    assert samples == [{"pass": 1.0}, {"pass": 5.0}, {"pass": 2.0}]
-    assert timing.medians(samples) == {"pass": 2.0}
+    assert timing.time_turns(lambda: {"pass": next(turns)}, 3) == {"pass": 2.0}

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
-from jaxspec.methods.auto.online import CostFilter, differ
+from jaxspec.methods.auto.online import CostFilter
 from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
 from jaxspec.methods.core.cost_model import LAWS, CostModel
 from jaxspec.methods.core.round import ModelParams, StepOutput, count_bytes, first_verified, read_rounds
@@ -237,7 +237,7 @@ class MeasuringRunner(SpeculativeRunner):
         if allowed is not None:  # drafts that a constraint refused say nothing of others
             state.host.gained += self.worths[state.host.law].note(outputs, seconds, plain_s)
         costs = self._filter.observe(outputs, seconds) if self.costs.source == "measured" else None
-        if costs is not None and differ(costs, self.costs):
+        if costs is not None:
             self._use(costs)
 
     def close(self, state: SpeculativeState | None) -> None:

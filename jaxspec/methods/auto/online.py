@@ -26,8 +26,6 @@ SCALE_OF = 3
 # Dispatches that are taken in together, once the scale is known: each alone takes several times as long, on a core that
 # computes a round meanwhile.
 TAKEN_TOGETHER = 8
-# Figures are used once a round of some rows would cost so much more or less by them.
-WORTH_USING = 0.03
 
 
 class CostFilter:
@@ -125,10 +123,3 @@ class CostFilter:
         plain = 1 if output.drafted else len(output.tokens)
         near = self._shares[min(output.drafted, len(self._shares) - 1)]
         return np.array([plain, 1.0, passes, passes > 0, *near])
-
-
-def differ(one: CostModel, other: CostModel) -> bool:
-    """Whether rounds of some rows, or drafts, cost noticeably more by one of two models."""
-    passes = abs(one.rounds / other.rounds - 1).max(initial=0.0)
-    drafts = abs(one.draft - other.draft), abs(one.draft_overhead - other.draft_overhead)
-    return bool(max(passes, *drafts) > WORTH_USING)

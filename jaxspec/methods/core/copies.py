@@ -8,14 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.methods.core.cost_model import (
-    CONTRADICTED,
-    COPIES,
-    AcceptanceStats,
-    PlacedCosts,
-    best_count,
-    copy_kind,
-)
+from jaxspec.methods.core.cost_model import CONTRADICTED, COPIES, AcceptanceStats, PlacedCosts, best_count, copy_kind
 from jaxspec.pytree import pytree, static
 from jaxspec.sampling.accept import Verified
 from jaxspec.tree.tree import Candidates, Tree

@@ -10,7 +10,6 @@ together.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,15 +28,10 @@ from jaxspec.runtime.placement import Placement
 from jaxspec.runtime.transfer import place_like
 from jaxspec.tree.tree import Candidates
 from pallas_kernels.active_rows import computed_rows
-from pallas_kernels.linear.blocks import FORMATS
 
-# Time of a pass of so many rows over that of one row, on two CPU cores (docs/results); on accelerators a pass is bound
-# by its weights far beyond that.
-XLA_CPU_PASS_COST = ((1, 1.0), (8, 1.6), (16, 2.2), (32, 3.2), (64, 4.8), (128, 8.0))
-NATIVE_PASS_COST = ((1, 1.0), (4, 1.08), (8, 1.24), (16, 1.75), (32, 3.1), (64, 5.9))
-# The same of weights in blocks, between the slowest and the fastest levels (docs/results/levels-cpu.md).
-BLOCKS_PASS_COST = ((1, 1.0), (2, 1.1), (4, 1.3), (8, 1.8), (16, 3.0), (32, 6.0))
-# On an accelerator, each further row.
+# Time of a pass of so many rows over that of one row on CPUs, between the slowest and the fastest kernels
+# (docs/results/levels-cpu.md). On accelerators a pass is bound by its weights far beyond that: the cost of a row there.
+CPU_PASS_COST = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.8, 16: 3.0, 32: 6.0}
 ROW_COST = 0.003
 # Costs of a draft pass beyond reading its weights, and of a round beyond its passes.
 FIXED_DRAFT_COST, ROUND_COST = 0.01, 0.05
@@ -241,12 +235,8 @@ def pass_costs(target: Placement, rows: int, measured: Sequence[float] = ()) -> 
 
 def fill_rows(costs: Mapping[int, float]) -> tuple[float, ...]:
     """Costs of 1, 2, ... rows from those of some numbers of rows, ascending from 1; fewer never cost more than more."""
-    filled: list[float] = []
-    least = [*itertools.accumulate(reversed([*costs.values()]), min)]
-    known = zip(costs, reversed(least), strict=True)
-    for (low, cheap), (high, dear) in itertools.pairwise(known):
-        filled += [cheap + (dear - cheap) * n / (high - low) for n in range(high - low)]
-    return tuple(round(cost, 3) for cost in [*filled, least[0]])
+    least = np.minimum.accumulate([*costs.values()][::-1])[::-1]
+    return tuple(np.interp(range(1, 1 + max(costs)), [*costs], least).round(3).tolist())
 
 
 def tree_passes(budget: int, width: int) -> int:
@@ -304,15 +294,10 @@ def _dense_cost(active_rows: float, rows: int, target: Placement) -> float:
     kernels = target.plan.kernels
     if kernels.platform != "cpu":
         return 1.0 + ROW_COST * (active_rows - 1)
-    table = XLA_CPU_PASS_COST
-    if kernels.native:
-        table = BLOCKS_PASS_COST if target.weights.default in FORMATS else NATIVE_PASS_COST
     computed = active_rows if kernels.native else computed_rows(math.ceil(active_rows), rows, kernels)
     computed = min(computed, rows)
-    for (low, cheap), (high, dear) in itertools.pairwise(table):
-        if computed <= high:
-            return cheap + (dear - cheap) * (computed - low) / (high - low)
-    return table[-1][1] * computed / table[-1][0]
+    most = max(CPU_PASS_COST)
+    return float(np.interp(computed, [*CPU_PASS_COST], [*CPU_PASS_COST.values()])) * max(1.0, computed / most)
 
 
 def _bytes_read(placement: Placement) -> float:

@@ -6,7 +6,7 @@ The decision about pauses follows a clock, which is that of process 0 where ther
 import collections
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,18 +34,14 @@ FIRST_LENGTH, USUAL_TEXTS = 128.0, 8
 LEAST_WAIT, AT_ONCE = 4.0, 32.0
 
 
-def time_turns(turn: Callable[[], dict[Any, float]], samples: int) -> list[dict[Any, float]]:
-    """Samples of `turn`, which times each kind of pass once, in seconds by name; those of its first call are dropped.
+def time_turns(turn: Callable[[], dict[Any, float]], samples: int) -> dict[Any, float]:
+    """Median seconds of each kind of pass, of so many calls of `turn`, which times each once; a first one is dropped.
 
     Passes are timed in turn because a machine's speed drifts, and the first ones warm up.
     """
     turn()
-    return [turn() for _ in range(samples)]
-
-
-def medians(samples: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
-    """The median of each name, which all samples have."""
-    return {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+    times = [turn() for _ in range(samples)]
+    return {name: statistics.median(one[name] for one in times) for name in times[0]}
 
 
 class RoundTimer:

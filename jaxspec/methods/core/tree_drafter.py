@@ -217,7 +217,7 @@ class TreeDrafter(Drafter):
     ) -> tuple[SequenceState, TreeState, Draft]:
         costs = () if self.operands == () else (self.operands,)
         if self._rest is not None and self.operands is not self._costs:
-            left, batch = self._rest((), _without(state), verified, (), request, *costs)
+            left, batch = self._rest((), dataclasses.replace(state, sequence=None), verified, (), request, *costs)
             return target, dataclasses.replace(left, sequence=state.sequence), batch
         model, history = ((), ()) if self.placement is None else (params.draft, target.history)
         return target, *self._draft(model, state, verified, history, request, *costs)
@@ -225,7 +225,7 @@ class TreeDrafter(Drafter):
     def skip(self, params: ModelParams, state: TreeState, verified: Verified, flush: bool = False) -> TreeState:
         if self._is_fed:
             return self._skip(params.draft, state, verified, np.bool_(flush))
-        left = self._skip((), _without(state), verified, np.bool_(flush))
+        left = self._skip((), dataclasses.replace(state, sequence=None), verified, np.bool_(flush))
         return dataclasses.replace(left, sequence=state.sequence)
 
     def drop(self, state: TreeState) -> TreeState:
@@ -258,7 +258,3 @@ class TreeDrafter(Drafter):
         token[start : start + len(tokens)] = tokens
         length = np.int32(start + len(tokens))
         return Text(token, length, np.int32(start))  # pyright: ignore[reportArgumentType]
-
-
-def _without(state: TreeState) -> TreeState:
-    return dataclasses.replace(state, sequence=None)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from jaxspec.methods.core.cost_model import PRIOR_MEAN
-from jaxspec.methods.core.timing import medians, time_turns
+from jaxspec.methods.core.timing import time_turns
 from jaxspec.runtime import hosts
 
 # Samples of each timed program; their median counts.
@@ -83,5 +83,5 @@ def time_in_turn(steps: dict[str, Callable[[], Any]]) -> dict[str, float]:
         return seconds
 
     # A process without a part in a step has nothing to wait for.
-    measured = hosts.gather("times of steps", medians(time_turns(turn, SAMPLES)))
+    measured = hosts.gather("times of steps", time_turns(turn, SAMPLES))
     return {name: max(times[name] for times in measured) for name in steps}
