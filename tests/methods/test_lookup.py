@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from method_cases import Case, engine_of, passes_of, run
+from method_cases import Case, engine_of, params_of, passes_of, run
 from tiny_models import FAMILIES, place
 from tiny_pairs import count_on, counting
 
@@ -18,10 +18,13 @@ from jaxspec.methods.core.copies import (
     CopySettings,
     Nodes,
     Text,
+    Watch,
     find_copies,
     join,
     keep_answer,
     learn,
+    least_match,
+    match_lengths,
     path_terms,
     proposal_hashes,
 )
@@ -117,6 +120,43 @@ def test_finds_what_lists_find(method):
         expected = {copy[:end] for copy in continuations(text, method) for end in range(method.length + 1)} | {()}
         assert len(paths) == len(set(paths))  # a token that several occurrences share is one row
         assert set(paths) == expected, text
+
+
+def test_the_longest_match_is_that_of_lists():
+    method = GREEDY_DRAFT.copies
+    for text in texts():
+        longest = max((length for length, _ in occurrences(text, method)), default=0)
+        assert int(match_lengths(text_of(text), method.ngram).max()) == longest
+        # What was decoded since is a part of the text.
+        verified = Verified(jnp.array([*text[-2:], 7]), jnp.int32(2), jnp.zeros(3, int), jnp.zeros(3))
+        for least in range(1, method.ngram + 1) if len(text) > 2 else ():
+            watch = Watch(text_of(text[:-2]), jnp.int32(least), method.ngram)
+            assert bool(watch.finds(verified)) == (longest >= least)
+
+
+def test_fewer_tokens_must_match_where_rows_cost_less():
+    """By the rates that are believed at first, a free row is worth it after one token, and a dear one never."""
+    rates, rows = init_acceptance().rates(), np.arange(16.0)
+    shapes = CostModel(1 + rows).shapes(PLACEMENT)
+    least = [
+        int(least_match(rates, dataclasses.replace(shapes, rounds=jnp.array(1 + cost * rows)), 15))
+        for cost in (0.0, 0.05, 0.2, 0.5, 10.0)
+    ]
+    assert least == sorted(least) and least[0] == 1 and 1 < least[2] < len(PRIOR_COPY) < least[-1]
+
+
+def test_plain_decoding_ends_where_something_can_be_copied():
+    """A drafter that weighs nothing copies whatever it finds, so that no token but the last one occurred before."""
+    case = Case("llama", 1, "none", PromptLookup(adaptive=False))
+    text, several = [5, 6, 7], 0
+    rounds = run(engine_of(case), params_of(case), text, 100, 3, temperature=1.5)
+    for emitted in rounds[:-1]:
+        several += len(emitted.tokens) > 1 and not emitted.drafted
+        for token in () if emitted.drafted else emitted.tokens[:-1]:
+            assert token not in text
+            text.append(token)
+        text = [*text, emitted.tokens[-1]] if not emitted.drafted else [*text, *emitted.tokens]
+    assert several and any(emitted.drafted for emitted in rounds)
 
 
 @pytest.mark.thorough

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.methods.auto.costs import AutoChoice
-from jaxspec.methods.auto.online import SCALE_OF, TAKEN_TOGETHER, CostFilter, differ
+from jaxspec.methods.auto.online import SCALE_OF, TAKEN_TOGETHER, CostFilter
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.methods.core.timing import HOPE, LEAST_WAIT, Worth
@@ -272,10 +272,3 @@ def test_figures_stay_possible():
         found = costs.costs()
         assert np.isfinite(found.passes).all() and (np.diff(found.passes) >= 0).all()
         assert found.draft > 0 and found.round >= 0 and costs.plain_s > 0
-
-
-def test_what_differs():
-    assert not differ(BELIEVED, BELIEVED)
-    assert differ(BELIEVED, CostModel(BELIEVED.passes, 0.12, 0.05)) and differ(
-        BELIEVED, CostModel(1.1 * BELIEVED.passes, 0.07, 0.05)
-    )

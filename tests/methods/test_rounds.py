@@ -96,8 +96,8 @@ def test_a_dispatch_ends_with_its_tokens_and_the_text():
     assert len(read_rounds(round_)) == 1
 
 
-def test_a_dispatch_that_may_not_draft_is_one_plain_round(monkeypatch):
-    """Its time is that of plain decoding, whatever the rounds before it drafted."""
+def test_a_dispatch_that_may_not_draft_decodes_as_many_tokens_as_a_plain_one(monkeypatch):
+    """Its time is that of plain decoding, if nothing was copied in it."""
     runner, timer, seen = engine_of(LLAMA_AUTO).runner, Untimed(), []
     forget_drafts(LLAMA_AUTO)
     timer.may_draft = itertools.cycle([True, True, False]).__next__
@@ -105,7 +105,9 @@ def test_a_dispatch_that_may_not_draft_is_one_plain_round(monkeypatch):
     monkeypatch.setattr(runner, "timer", timer)
     run(engine_of(LLAMA_AUTO), params_of(LLAMA_AUTO, "copy"), PROMPT, 120, 3, temperature=1.5)
     plain = [outputs for allowed, outputs in seen[:-1] if not allowed and not any(one.drafted for one in outputs)]
-    assert len(plain) > 1 and all([len(one.tokens) for one in outputs] == [STEPS_OF_SMALL] for outputs in plain)
+    # One that ended where the text repeats itself goes on with another round.
+    assert all(sum(len(one.tokens) for one in outputs) >= STEPS_OF_SMALL for outputs in plain)
+    assert [STEPS_OF_SMALL] in [[len(one.tokens) for one in outputs] for outputs in plain]
 
 
 def test_reads_as_many_rounds_as_ran():
