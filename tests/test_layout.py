@@ -14,9 +14,9 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_840,
+    "jaxspec": 37_880,
     "jaxspec/*.py": 3_320,
-    "jaxspec/methods": 7_780,
+    "jaxspec/methods": 7_820,
     "jaxspec/sampling jaxspec/tree": 1_455,
     "jaxspec/models": 5_160,
     "jaxspec/offload": 2_200,
@@ -27,7 +27,7 @@ BUDGETS = {
     "pallas_kernels": 7_100,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_506,
     "tools": 8_540,
-    "tests": 38_465,
+    "tests": 38_525,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

@@ -30,6 +30,7 @@ from tiny_pairs import FLOAT32
 
 from jaxspec.config import SamplingParams
 from jaxspec.engine import Engine
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.chain import Chain
 from jaxspec.methods.core import round as core_round
 from jaxspec.methods.core.round import ROUND_HEADER, STEPS_OF_SMALL, Round, read_rounds
@@ -131,6 +132,8 @@ def test_where_a_dispatch_is_little_beside_a_round_each_has_its_own(monkeypatch)
     runner = case.method.bind(models_of(case), 150)
     assert [program.name for program in runner.single] == ["draft", "verify"]
     assert set(runner.single) <= set(runner.programs) and runner.shared_rounds is None
+    runner = Auto().bind(models_of(case), 150)
+    assert [program.name for program in runner.single] == ["draft", "draft rest", "verify"]
 
 
 def test_a_trace_shows_the_parts():

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
-from jaxspec.methods.auto.online import CostFilter
+from jaxspec.methods.auto.online import OPTIMISM, CostFilter
 from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
 from jaxspec.methods.core.cost_model import LAWS, CostModel
 from jaxspec.methods.core.round import ModelParams, StepOutput, count_bytes, first_verified, read_rounds
-from jaxspec.methods.core.runner import SpeculativeRunner, SpeculativeState, limit_steps
-from jaxspec.methods.core.sequence import ABSENT, CHUNKS, NO_LIMIT, SequenceState
+from jaxspec.methods.core.runner import SpeculativeRunner, SpeculativeState, decode_one
+from jaxspec.methods.core.sequence import ABSENT, CHUNKS, SequenceState
 from jaxspec.methods.core.timing import Worth
 from jaxspec.results import Choice
 from jaxspec.runtime.transfer import zeros_of
@@ -149,7 +149,7 @@ class _Rounds:
         jax.block_until_ready((target, draft))
         start = self._now()
         for number, size in enumerate(dispatches):
-            target = limit_steps(target, NO_LIMIT if several and number else 1)
+            target = target if several and number else decode_one(target)
             before = first_verified(shapes, roots[number])
             target, draft, last, round_ = runner.dispatch_rounds(self._params, target, draft, before, request, size)
             rounds.append(round_)
@@ -204,7 +204,7 @@ class MeasuringRunner(SpeculativeRunner):
         self.measures, self.times = False, self.latest_times()
         assert self.times is not None
         save_costs(self._profile, self.times)
-        self._use(self._weigh(self.times))
+        self._use(self._weigh(self.latest_times(OPTIMISM)))
         # The measured rounds say nothing of the texts to come.
         return self.start(0, None)
 
@@ -237,7 +237,7 @@ class MeasuringRunner(SpeculativeRunner):
         if allowed is not None:  # drafts that a constraint refused say nothing of others
             state.host.gained += self.worths[state.host.law].note(outputs, seconds, plain_s)
         costs = self._filter.observe(outputs, seconds) if self.costs.source == "measured" else None
-        if costs is not None:
+        if costs is not None and costs is not self.costs:
             self._use(costs)
 
     def close(self, state: SpeculativeState | None) -> None:
@@ -254,9 +254,9 @@ class MeasuringRunner(SpeculativeRunner):
             save_costs(self._profile, times)
         save_learned(self._profile, jax.device_get(state.draft.stats).all())
 
-    def latest_times(self) -> RoundTimes | None:
-        """What was measured, as rounds have corrected it."""
-        costs, plain_s = self._filter.costs(), self._filter.plain_s
+    def latest_times(self, optimism: float = 0.0) -> RoundTimes | None:
+        """What was measured, as rounds have corrected it; `optimism` is that of `CostFilter.costs`."""
+        costs, plain_s = self._filter.costs(optimism), self._filter.plain_s
         return self.times if plain_s is None else RoundTimes.of(costs, plain_s)
 
     def report(self) -> AutoChoice:

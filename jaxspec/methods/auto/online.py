@@ -26,6 +26,8 @@ SCALE_OF = 3
 # Dispatches that are taken in together, once the scale is known: each alone takes several times as long, on a core that
 # computes a round meanwhile.
 TAKEN_TOGETHER = 8
+# Drafts are believed so many standard deviations cheaper: what is not tried is not learned.
+OPTIMISM = 0.5
 
 
 class CostFilter:
@@ -54,7 +56,7 @@ class CostFilter:
     def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> CostModel | None:
         """Keep the rounds of a dispatch and what it took, if it was timed; `costs` where what was kept is taken in."""
         self._kept.append((outputs, seconds))
-        return None if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER else self.costs()
+        return None if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER else self.costs(OPTIMISM)
 
     def _take_in(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Correct the parts by a dispatch; first ones without drafts set the scale.
@@ -88,14 +90,22 @@ class CostFilter:
         # A part is never free, but for what rounds, rows and drafts cost beyond their other parts.
         self._seconds = np.maximum(each, least)
 
-    def costs(self) -> CostModel:
-        """The costs, corrected by all that was kept; those that it began with while nothing was observed."""
+    def costs(self, optimism: float = 0.0) -> CostModel:
+        """The costs, corrected by all that was kept; those that it began with while nothing was observed.
+
+        Drafts are believed `optimism` standard deviations cheaper.
+        """
         kept, self._kept = self._kept, []
         for dispatch in kept:
             self._take_in(*dispatch)
         if self._seconds is None:
             return self._costs
-        round_, draft, overhead, *rows = (self._seconds[1:] / self._seconds[0]).tolist()
+        plain_s, spread, drafts = self._seconds[0], self._spread, slice(2, 4)
+        each = self._seconds / plain_s
+        variance = np.diag(spread) - 2 * each * spread[0] + each**2 * spread[0, 0]
+        cheaper = each - optimism * np.sqrt(np.maximum(0.0, variance)) / plain_s
+        each[drafts] = np.maximum(cheaper, 0.1 * each)[drafts]
+        round_, draft, overhead, *rows = each[1:].tolist()
         # Fewer rows never cost more than more.
         passes = self._costs.passes[0] + self._shares @ np.minimum.accumulate(rows[::-1])[::-1]
         return dataclasses.replace(self._costs, passes=passes, draft=draft, draft_overhead=overhead, round=round_)

@@ -145,9 +145,8 @@ class Auto(Method):
         # A block proposes for all its places, which costs no more.
         places = 0 if draft is None else min(num_places(draft), self.num_draft_tokens)
         branch = min(PLACE_BRANCH, draft.num_tokens) if draft is not None and places else BRANCH
-        settings = TreeSettings(self.num_rows, copies=copies, weighs=True)
-        if draft is not None:
-            settings = dataclasses.replace(settings, branch=branch, depth=length, places=places)
+        shape: dict[str, Any] = {} if draft is None else {"branch": branch, "depth": length, "places": places}
+        settings = TreeSettings(self.num_rows, copies=copies, weighs=True, **shape)
         propose = None if draft is None else tree_proposals("noise", draft.vocab, branch)
         given = self.draft_cost and self.pass_cost and self.round_cost is not None
         profile = None if given else find_costs(store.cache_folder, models, self.num_rows)

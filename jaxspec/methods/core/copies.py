@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxspec.methods.core.cost_model import CONTRADICTED, COPIES, AcceptanceStats, PlacedCosts, best_count, copy_kind
+from jaxspec.methods.core.cost_model import CONTRADICTED, COPIES, AcceptanceStats, PlacedCosts, copy_kind
 from jaxspec.pytree import pytree, static
 from jaxspec.sampling.accept import Verified
 from jaxspec.tree.tree import Candidates, Tree
@@ -19,7 +19,7 @@ _TOKEN_FACTOR, _DEPTH_FACTOR = 2654435761, 1640531527
 EARLIER_TOKENS, EARLIER_MATCH = 4096, 4
 NO_ANSWERS = np.zeros(0, np.int32)
 # Gain over plain decoding that copies must promise to end a round of several tokens, and a match that no text has.
-WORTH_A_ROUND, NEVER = 1.3, 1 << 20
+WORTH_A_ROUND, NO_MATCH = 1.3, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,11 +181,11 @@ def find_copies(text: Text, rates: Array, settings: CopySettings) -> Copies:
 
 def least_match(rates: Array, costs: PlacedCosts, length: int) -> Array:
     """How many tokens must match so that copies of up to `length` tokens pay well, int32 []."""
-    size = jnp.arange(1, CONTRADICTED)
-    chances = jnp.cumsum(jnp.log(rates[copy_kind(size[:, None] + jnp.arange(length))]), axis=1)
-    count, gain = jax.vmap(best_count, (0, None))(chances, costs.rounds)
-    pays = gain / costs.rounds[count] > WORTH_A_ROUND / costs.rounds[0]
-    return jnp.where(pays.any(), 1 + jnp.argmax(pays), NEVER).astype(jnp.int32)
+    rows = jnp.arange(min(length, costs.rounds.shape[0] - 1))
+    chances = jnp.cumprod(rates[copy_kind(jnp.arange(1, CONTRADICTED)[:, None] + rows)], axis=1)
+    gain = ((1 + jnp.cumsum(chances, axis=1)) / costs.rounds[1 + rows]).max(axis=1) * costs.rounds[0]
+    pays = gain > WORTH_A_ROUND
+    return jnp.where(pays.any(), 1 + jnp.argmax(pays), NO_MATCH).astype(jnp.int32)
 
 
 def proposal_hashes(tree: Tree) -> tuple[Array, Array]:

@@ -221,9 +221,8 @@ def keep_best(candidates: Candidates, costs: Array) -> tuple[Candidates, Array, 
 def pass_costs(target: Placement, rows: int, measured: Sequence[float] = ()) -> np.ndarray:
     """Times of target passes of 1, 2, ... `rows` rows over that of one row, float64 [rows].
 
-    The target's kernels, and the form of most of its weights, say which built-in figures hold. `measured`
-    gives the first of these times; the rest grows as the built-in figures do. Of a mixture of experts a pass reads more
-    weights the more rows it has (`distinct_experts`).
+    The target's kernels say which built-in figures hold. `measured` gives the first of these times; the rest grows as
+    the built-in figures do. Of a mixture of experts a pass reads more weights the more rows it has.
     """
     costs = np.array([_built_in_cost(1 + n, rows, target) for n in range(rows)])
     known = np.array(measured[:rows], np.float64)

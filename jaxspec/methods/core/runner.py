@@ -30,7 +30,7 @@ from jaxspec.methods.core.round import (
     steps_per_dispatch,
     verified_shapes,
 )
-from jaxspec.methods.core.sequence import NO_LIMIT, PromptStates, SequenceState, cache_slots, fit_kept
+from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots, fit_kept
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.verify import Draft, Rule, chain_draft, has_ended
 from jaxspec.pytree import pytree, static
@@ -355,7 +355,7 @@ class SpeculativeRunner(Runner):
         self.drafter.rest(resting or paused)
         host.dispatched.append((not paused, delayed))
         count = 1 if shared is None else min(ROUNDS_PER_DISPATCH, room)
-        target = limit_steps(state.target, 1 if first else NO_LIMIT)
+        target = decode_one(state.target) if first else state.target
         target, draft, verified, rounds = self.dispatch_rounds(params, target, draft, state.verified, request, count)
         return SpeculativeState(target, draft, verified, host), rounds, count
 
@@ -434,10 +434,10 @@ class SpeculativeRunner(Runner):
             self.timer.observe(*outputs, allowed=allowed, delayed=delayed)
 
 
-def limit_steps(state: SequenceState, most: int) -> SequenceState:
-    """The state whose next rounds decode at most so many tokens each where nothing is proposed."""
-    limit: Any = np.int32(most)  # the next program takes it
-    return dataclasses.replace(state, most=limit)
+def decode_one(state: SequenceState) -> SequenceState:
+    """The state whose next round decodes one token where nothing is proposed."""
+    one: Any = np.int32(1)  # the next program takes it
+    return dataclasses.replace(state, most=one)
 
 
 def _with_states(verified: Verified, states: PromptStates | None) -> Verified:

@@ -44,7 +44,7 @@ class SequenceState:
     history: History = ABSENT  # tokens seen, for penalties
     root: Array = ABSENT  # int32 [], the last verified token
     generated: Array = ABSENT  # int32 [], verified tokens after the prompt
-    most: Array = ABSENT  # int32 [], tokens that a round decodes where nothing is proposed, at most
+    most: Array = ABSENT  # int32 [], tokens that the next round decodes where nothing is proposed, at most
     # int32 [], of a feature draft: verified tokens that it was told of. Its cache has no row for the
     # first token of a text (`jaxspec/models/feature_draft.py`), and none for those that it was not told of.
     seen: Array = ABSENT

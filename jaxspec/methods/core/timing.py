@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.methods.core.cost_model import PRIOR_WEIGHT, CostModel
-from jaxspec.methods.core.round import StepOutput
+from jaxspec.methods.core.round import STEPS_PER_DISPATCH, StepOutput
 from jaxspec.runtime import hosts
 
 # A plain dispatch is asked for first, and then after 2, 4, 8, ... dispatches without one, at most so many: the first
@@ -142,8 +142,8 @@ class RoundTimer:
             self._drafted.extend((count, share / len(drafted)) for count in drafted)
             self._ever[0] += sum(drafted)
             self._ever[1] += share
-        elif not drafted and len(outputs) == 1 and tokens > 1:
-            # Several rounds without a draft hold the other costs of each.
+        elif not drafted and tokens >= STEPS_PER_DISPATCH * len(outputs):
+            # Rounds of fewer tokens hold more of what each costs apart from its passes.
             self._plain.append(seconds / tokens)
             self._plain_until = self._rounds + self._plain_wait
 

@@ -2,7 +2,7 @@
 
 A draft model proposes nodes best-first; copies of earlier text join them. A fixed drafter grows until the best tokens
 of its budget are certain (SpecExec, section 4). A weighing one stops where a further pass or row would bring
-fewer tokens per second than it costs. All of it is data inside one compiled program: no choice costs a host read.
+fewer tokens per second than it costs. All of it is data inside compiled programs: no choice costs a host read.
 """
 
 import dataclasses
@@ -60,7 +60,8 @@ class TreeDrafter(Drafter):
           propose: turns logits into children of a node; None for no draft model.
           costs: what drafts are weighed with; needed where `settings` weigh.
         """
-        has_model = propose is not None
+        watches = settings.copies is not None and placement.plan.kernels.takes_cpu_forms
+        has_model, settings = propose is not None, dataclasses.replace(settings, watches=watches)
         self.shapes = draft_shapes(placement, settings.num_rows)
         capacity = slots + verified.tokens.shape[0] + (EARLIER_TOKENS if settings.copies else 0)
         self._copies = settings.copies is not None
@@ -135,7 +136,7 @@ class TreeDrafter(Drafter):
             stats = placement.replicated(jax.eval_shape(init_acceptance))
             nodes = placement.replicated(jax.eval_shape(blank))
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
-        if settings.copies is not None and plan.kernels.takes_cpu_forms:
+        if settings.copies is not None and settings.watches:
             self.shapes = dataclasses.replace(self.shapes, watch=Watch(text, scalar, settings.copies.ngram))
         self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar, unfed)
         # A cache has many arrays: programs that run no model do without it, since a call takes longer with each.

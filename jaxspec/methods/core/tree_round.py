@@ -70,7 +70,6 @@ from jaxspec.tree.tree import (
     root_alone,
     select_batch,
 )
-from pallas_kernels import registry
 
 # Verified tokens that a draft which was left alone takes in one pass when it is asked again.
 SYNC_ROWS = 16
@@ -94,6 +93,7 @@ class TreeSettings:
       weighs: whether only what pays is drafted, else as much as the batch holds.
       places: places of a block that are proposed for, of a draft that fills all of them in one pass; 0 for others. Each
         has `branch` (k) tokens.
+      watches: whether rounds that decode several tokens end where copies pay.
     """
 
     num_rows: int
@@ -104,6 +104,7 @@ class TreeSettings:
     copies: CopySettings | None = None
     weighs: bool = False
     places: int = 0
+    watches: bool = False
 
     @property
     def tree_rows(self) -> int:
@@ -238,8 +239,10 @@ def find_and_join(settings: TreeSettings, state: TreeState, costs: PlacedCosts |
     assert rates is not None
     copies = find_copies(state.text, rates, settings.copies)
     candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, rates)
-    least = jnp.int32(1) if costs is None else least_match(rates, costs, settings.copies.length)
-    watch = Watch(state.text, least, settings.copies.ngram) if registry.current().takes_cpu_forms else None
+    watch = None
+    if settings.watches:
+        least = jnp.int32(1) if costs is None else least_match(rates, costs, settings.copies.length)
+        watch = Watch(state.text, least, settings.copies.ngram)
     return Copied(copies, candidates, concatenate(none, nodes), rates, watch)
 
 

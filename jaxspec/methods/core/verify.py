@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxspec.methods.core.copies import Watch
 from jaxspec.methods.core.round import Round, pack_round
-from jaxspec.methods.core.sequence import ABSENT, SequenceState
+from jaxspec.methods.core.sequence import ABSENT, NO_LIMIT, SequenceState
 from jaxspec.models.kv_cache import KVCache, commit_path, commit_rows
 from jaxspec.models.params import Params
 from jaxspec.models.transformer import forward_with_states, vocab_logits
@@ -73,9 +73,10 @@ def verify(
 
     `max_path` (P) is the size of the results; `rule` says which tokens are accepted. `dynamic_rows` makes passes of few
     rows cost less, for batches that often have few; it takes more to compile. `idle_steps` is the most tokens that are
-    decoded where the batch is the root alone; 0 verifies that batch like any other. It takes a loop of data-dependent
-    length, for which the host of an accelerator would wait. `layers` are the hidden states that a draft takes, see
-    `forward_with_states`; `states`, those of the round before, may be written over and stay after `count`.
+    decoded where the batch is the root alone, within what `state.most` and the draft's `watch` allow; 0 verifies that
+    batch like any other. It takes a loop of data-dependent length, for which the host of an accelerator would wait.
+    `layers` are the hidden states that a draft takes, see `forward_with_states`; `states`, those of the round before,
+    may be written over and stay after `count`.
     """
     alone = draft.batch.count == 1
 
@@ -89,10 +90,12 @@ def verify(
         return verify_batch(state)
     # A pass of one row costs less than a batch of which one row is active.
     several = jnp.minimum(request.left(state.generated), jnp.minimum(state.most, idle_steps))
-    steps = jnp.where(alone, several, 0)
+    # A draft that was asked and found nothing may find something after the next token.
+    steps = jnp.where(alone, jnp.where(draft.passes > 0, 1, several), 0)
     state, verified = decode_steps(
         params, target, state, request, steps, max_path, layers, states=states, watch=draft.watch
     )
+    state = dataclasses.replace(state, most=jnp.int32(NO_LIMIT))
     round_, verified = pack_round(verified, 0, 0, draft.passes), dataclasses.replace(verified, top=None)
     # A loop of at most one turn: XLA would copy the cache for a conditional.
     return jax.lax.fori_loop(
@@ -140,12 +143,14 @@ def decode_steps(
         else:
             most = jnp.where(has_ended(state, request, target.vocab), jnp.minimum(steps, 1), steps)
 
-            def goes_on(done: tuple[SequenceState, Verified]) -> Array:
-                count, ended = done[1].count, has_ended(done[0], request, target.vocab)
-                found = jnp.bool_(False) if watch is None else watch.finds(done[1])
-                return (count < most) & ((count == 0) | ~(ended | found))
+            def run(carry: tuple) -> tuple:
+                done = step(carry[0][1].count, carry[0])
+                stops = has_ended(done[0], request, target.vocab)
+                return done, stops if watch is None else stops | watch.finds(done[1])
 
-            state, verified = jax.lax.while_loop(goes_on, lambda done: step(done[1].count, done), start)
+            (state, verified), _ = jax.lax.while_loop(
+                lambda carry: (carry[0][1].count < most) & ~carry[1], run, (start, jnp.bool_(False))
+            )
     new = jnp.arange(max_path) < verified.count
     history = update_history(before, verified.tokens, new, target.vocab, generated=True)
     return dataclasses.replace(state, history=history), verified
