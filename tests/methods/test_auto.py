@@ -298,9 +298,10 @@ def test_where_nothing_pays_a_round_decodes_several_tokens():
 @pytest.mark.parametrize("draft", ["constant", pytest.param("broken", marks=pytest.mark.thorough)])
 def test_a_draft_that_is_never_sure_is_left_alone(draft):
     """Its tokens have a chance of 1 % by its own account: few are verified, and it is found out all the same."""
+    forget_drafts(LLAMA_AUTO_LONG)
     rounds = decode(LLAMA_AUTO_LONG, PROMPT, 150, draft, 1)
     passes = passes_of(rounds)
-    assert len(asked_of(passes)) < len(passes) / 4
+    assert 0 < len(asked_of(passes)) < len(passes) / 4
     # Where it found nothing worth a row, it is asked again after one token; where it is not asked, several are decoded.
     alone = [one for one in rounds if not one.drafted]
     assert {len(one.tokens) for one in alone if one.draft_passes} == {1}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.methods.auto.costs import AutoChoice
-from jaxspec.methods.auto.online import SCALE_OF, TAKEN_TOGETHER, CostFilter
+from jaxspec.methods.auto.online import OPTIMISM, SCALE_OF, TAKEN_TOGETHER, CostFilter
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.methods.core.timing import HOPE, LEAST_WAIT, Worth
@@ -261,6 +261,17 @@ def test_nothing_is_corrected_before_plain_decoding_was_seen():
     costs.observe([StepOutput((1, 1), (0.0, 0.0), drafted=3, draft_passes=3)], 1.0)
     see_plain(costs, [4 * PLAIN_S] * (SCALE_OF - 1))
     assert costs.costs() is BELIEVED and costs.plain_s is None
+
+
+def test_drafts_alone_are_believed_cheaper():
+    costs = CostFilter(BELIEVED)
+    decode(costs, BELIEVED, TAKEN_TOGETHER)
+    likely, hoped = costs.costs(), costs.costs(OPTIMISM)
+    assert hoped.draft < likely.draft and hoped.draft_overhead <= likely.draft_overhead
+    assert hoped.round == likely.round and (hoped.passes == likely.passes).all()
+    for _ in range(TAKEN_TOGETHER):
+        used = costs.observe([StepOutput((1,), (0.0,))], None)
+    assert used.draft == pytest.approx(hoped.draft)
 
 
 def test_figures_stay_possible():

@@ -53,6 +53,14 @@ def test_no_plain_round_is_asked_for_where_some_come_by_themselves(timer, clock)
     assert timer.plain_s == 2.0
 
 
+@pytest.mark.parametrize(("counts", "taken"), [([3], False), ([1, 1, 1, 4], False), ([4], True), ([3, 8], True)])
+def test_a_plain_dispatch_counts_if_its_rounds_have_many_tokens(timer, clock, counts, taken):
+    timer.observe(PLAIN, allowed=True)  # the first one of a text is not timed
+    clock.seconds += 11.0
+    timer.observe(*(StepOutput((1,) * count, (0.0,) * count) for count in counts), allowed=True)
+    assert timer.plain_s == (11.0 / sum(counts) if taken else None)
+
+
 def test_a_slow_start_is_forgotten(timer, clock):
     """A process that has just started is slow, and what it took then would make every draft seem to pay."""
     run(timer, clock, 5, drafted_s=6.0, plain_s=3.0)

@@ -19,7 +19,8 @@ from tiny_pairs import VOCAB, target_params
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.executor import ResidentExecutor
 from jaxspec.methods.core.round import read_rounds
-from jaxspec.methods.core.sequence import cache_slots
+from jaxspec.methods.core.runner import decode_one
+from jaxspec.methods.core.sequence import NO_LIMIT, cache_slots
 from jaxspec.methods.core.verify import LAZY_HEAD_ROWS, Draft
 from jaxspec.tree.tree import Batch
 
@@ -146,9 +147,14 @@ def decode(case, sampling, seed):
         future = expected[len(tokens) :]
         batch = random_batch(rng, case.rows, (PROMPT + tokens)[-1], future)
         shapes = executor.placement.array((), jnp.int32)
-        draft = jax.device_put(Draft(batch, np.int32(0)), shapes.sharding)
-        state, _, round_ = executor.verify(params, state, draft, request)
+        passes, one = rng.integers(2, size=2)
+        draft = jax.device_put(Draft(batch, np.int32(passes)), shapes.sharding)
+        state, _, round_ = executor.verify(params, decode_one(state) if one else state, draft, request)
         (output,) = read_rounds(round_)
+        if case.idle:  # the limit is that of one round
+            assert int(state.most) == NO_LIMIT
+        if batch.count == 1:  # a draft that was asked for nothing is followed by one token
+            assert len(output.tokens) == (STEPS if case.idle and not passes and not one else 1)
         tokens += output.tokens
         found += output.logprobs
         assert tokens == expected[: len(tokens)]

@@ -75,8 +75,8 @@ def verify(
     rows cost less, for batches that often have few; it takes more to compile. `idle_steps` is the most tokens that are
     decoded where the batch is the root alone, within what `state.most` and the draft's `watch` allow; 0 verifies that
     batch like any other. It takes a loop of data-dependent length, for which the host of an accelerator would wait.
-    `layers` are the hidden states that a draft takes, see `forward_with_states`; `states`, those of the round before,
-    may be written over and stay after `count`.
+    One token is decoded after a draft that took passes and found nothing. `layers` are the hidden states that a draft
+    takes, see `forward_with_states`; `states`, those of the round before, may be written over and stay after `count`.
     """
     alone = draft.batch.count == 1
 
