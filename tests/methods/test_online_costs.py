@@ -265,6 +265,7 @@ def test_nothing_is_corrected_before_plain_decoding_was_seen():
 
 def test_drafts_alone_are_believed_cheaper():
     costs = CostFilter(BELIEVED)
+    see_plain(costs)
     decode(costs, BELIEVED, TAKEN_TOGETHER)
     likely, hoped = costs.costs(), costs.costs(OPTIMISM)
     assert hoped.draft < likely.draft and hoped.draft_overhead <= likely.draft_overhead

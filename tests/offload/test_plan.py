@@ -112,7 +112,7 @@ def test_the_draft_tokens_that_auto_chooses_are_planned(folder):
     models, placed, _ = opened(folder, method)
     config = EngineConfig(offload="host", max_context=CONTEXT, session_memory=0)
     plain, store = models.plan_offload(placed, method, config)
-    slow, known = models.plan_offload(placed, method, config, Store(stream_ratio=50.0))
+    slow, known = models.plan_offload(placed, method, config, Store(stream_ratio=500.0))
     chosen = method.configure(placed, known)
     assert method.configure(placed, store).name == "auto" and chosen.name == "specexec"
     assert slow.held > plain.held
