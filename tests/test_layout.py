@@ -27,7 +27,7 @@ BUDGETS = {
     "pallas_kernels": 7_100,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_506,
     "tools": 8_540,
-    "tests": 38_550,
+    "tests": 38_590,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

@@ -10,9 +10,12 @@ import pytest
 from marks import fast_part
 from method_cases import (
     BASIC,
+    CASES,
     CHAIN_TP4,
     LADDER,
     LARGE_REJECTION,
+    LLAMA_AUTO,
+    LLAMA_AUTO_LONG,
     LLAMA_CHAIN,
     LLAMA_LOOKUP,
     LLAMA_SPECEXEC,
@@ -36,12 +39,15 @@ from tiny_pairs import FLOAT32, place_edited, sharpen
 
 from jaxspec import engine as engine_module
 from jaxspec.engine import Engine
+from jaxspec.methods.auto.settings import Auto
 from jaxspec.methods.core.round import ModelParams, Models
+from jaxspec.methods.core.tree_round import FIRST_PATIENCE, SYNC_ROWS
 from jaxspec.methods.lookup import PromptLookup
 from jaxspec.methods.specexec import SpecExec
 from jaxspec.runtime.mesh import plan_mesh
 from jaxspec.runtime.placement import Placement
 
+AUTO_TP4 = next(case for case in CASES if isinstance(case.method, Auto) and case.degree == 4)
 ROUNDS = 8
 DRAFTING = [
     LLAMA_SPECEXEC,
@@ -80,6 +86,44 @@ def test_caches_equal_a_fresh_prefill_of_the_verified_text(case, sampling):
         assert_prefix(caches["target"], fresh.target.cache, len(steps.text) - 1)
         # One slot more: the root was evaluated, and lies after the prefix.
         assert_prefix(dataclasses.replace(caches["draft"], length=known), fresh.draft.sequence.cache, known)
+
+
+def assert_draft_cache(steps):
+    """The committed prefix is that of a fresh prefill of the verified text."""
+    cache = steps.caches()["draft"]
+    assert int(cache.length) <= len(steps.text)
+    assert_prefix(cache, steps.prefilled([*steps.text, 0]).draft.sequence.cache, int(cache.length))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", [LLAMA_AUTO, LLAMA_AUTO_LONG, AUTO_TP4], ids=case_id)
+def test_the_drafts_cache_is_that_of_the_verified_text(case):
+    for index, draft in enumerate(("copy", "first layer", "random", "constant")):
+        for sampling in ("greedy", "T=1"):
+            steps = Steps(case, draft, (PROMPT, LONG_PROMPT)[index % 2], index, **SAMPLINGS[sampling])
+            for _ in range(10):
+                known = len(steps.text)
+                steps.step()
+                # Up to the root where it was asked, else where it stopped.
+                length = int(steps.caches()["draft"].length)
+                assert (length == known - 1) if int(steps.state.draft.idle) == 0 else (length < known)
+            assert_draft_cache(steps)
+
+
+def test_the_drafts_cache_after_long_rests():
+    steps = Steps(LLAMA_AUTO_LONG, "adversarial", LONG_PROMPT, 1, temperature=1.0)
+    longest = caught_up = 0
+    while len(steps.text) < 300:
+        idle, known = int(steps.state.draft.idle), len(steps.text)
+        lag = known - int(steps.caches()["draft"].length)
+        steps.step()
+        if int(steps.state.draft.idle) == 0 and lag > SYNC_ROWS:
+            assert int(steps.caches()["draft"].length) == known - 1
+            assert_draft_cache(steps)
+            caught_up += 1
+        longest = max(longest, idle)
+    assert longest > 3 * FIRST_PATIENCE and caught_up
+    assert_draft_cache(steps)
 
 
 def test_lookup_holds_the_text():

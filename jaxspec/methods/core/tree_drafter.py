@@ -60,8 +60,9 @@ class TreeDrafter(Drafter):
           propose: turns logits into children of a node; None for no draft model.
           costs: what drafts are weighed with; needed where `settings` weigh.
         """
+        # Only programs for CPUs decode several tokens in a round.
         watches = settings.copies is not None and placement.plan.kernels.takes_cpu_forms
-        has_model, settings = propose is not None, dataclasses.replace(settings, watches=watches)
+        has_model = propose is not None
         self.shapes = draft_shapes(placement, settings.num_rows)
         capacity = slots + verified.tokens.shape[0] + (EARLIER_TOKENS if settings.copies else 0)
         self._copies = settings.copies is not None
@@ -115,11 +116,12 @@ class TreeDrafter(Drafter):
                 law = jnp.int32(request.processors.temperature > 0)
                 state = dataclasses.replace(state, stats=dataclasses.replace(state.stats, law=law))
             if propose is None or state.sequence is None:
-                return draft_round(None, settings, state, verified, history, costs)
-            model = DraftModel(params, placement, propose, request)
-            if settings.places:
-                return block_round(model, settings, state, verified, history, costs)
-            return draft_round(model, settings, state, verified, history, costs)
+                state, batch = draft_round(None, settings, state, verified, history, costs)
+            else:
+                one_round = block_round if settings.places else draft_round
+                model = DraftModel(params, placement, propose, request)
+                state, batch = one_round(model, settings, state, verified, history, costs)
+            return state, batch if watches else dataclasses.replace(batch, watch=None)
 
         def skip(params, state, verified, flush):
             state, _, _ = take_in(params, placement, state, verified)
@@ -136,7 +138,7 @@ class TreeDrafter(Drafter):
             stats = placement.replicated(jax.eval_shape(init_acceptance))
             nodes = placement.replicated(jax.eval_shape(blank))
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
-        if settings.copies is not None and settings.watches:
+        if settings.copies is not None and watches:
             self.shapes = dataclasses.replace(self.shapes, watch=Watch(text, scalar, settings.copies.ngram))
         self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar, unfed)
         # A cache has many arrays: programs that run no model do without it, since a call takes longer with each.

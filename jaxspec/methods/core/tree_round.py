@@ -93,7 +93,6 @@ class TreeSettings:
       weighs: whether only what pays is drafted, else as much as the batch holds.
       places: places of a block that are proposed for, of a draft that fills all of them in one pass; 0 for others. Each
         has `branch` (k) tokens.
-      watches: whether rounds that decode several tokens end where copies pay.
     """
 
     num_rows: int
@@ -104,7 +103,6 @@ class TreeSettings:
     copies: CopySettings | None = None
     weighs: bool = False
     places: int = 0
-    watches: bool = False
 
     @property
     def tree_rows(self) -> int:
@@ -225,7 +223,7 @@ class Copied(NamedTuple):
     candidates: Candidates  # the copies alone; in front, as many proposals that do not exist as a draft may make
     nodes: Nodes
     rates: Array | None  # of the state's `AcceptanceStats`; None where nothing is learned
-    watch: Watch | None  # for copies that may come; None where rounds decode one token each
+    watch: Watch | None  # for copies that may come; None where nothing is copied
 
 
 def find_and_join(settings: TreeSettings, state: TreeState, costs: PlacedCosts | None) -> Copied:
@@ -239,10 +237,8 @@ def find_and_join(settings: TreeSettings, state: TreeState, costs: PlacedCosts |
     assert rates is not None
     copies = find_copies(state.text, rates, settings.copies)
     candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, rates)
-    watch = None
-    if settings.watches:
-        least = jnp.int32(1) if costs is None else least_match(rates, costs, settings.copies.length)
-        watch = Watch(state.text, least, settings.copies.ngram)
+    least = jnp.int32(1) if costs is None else least_match(rates, costs, settings.copies.length)
+    watch = Watch(state.text, least, settings.copies.ngram)
     return Copied(copies, candidates, concatenate(none, nodes), rates, watch)
 
 

@@ -75,7 +75,7 @@ class DraftTreeState:
         return self.sequence.cache.length + 1 if self.states is None else self.sequence.seen
 
 
-class TreeDrafter(ModelDrafter):
+class SwiftSpecDrafter(ModelDrafter):
     """Compiled functions of the draft's side, for one placement and capacity."""
 
     def __init__(self, placement: Placement, slots: int, propose: Propose, growth: Growth, *, path: int):

@@ -17,7 +17,7 @@ from jaxspec.methods.core.round import ModelParams, Models, Round, verified_shap
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import PromptStates, SequenceState, cache_slots
 from jaxspec.methods.core.verify import Draft
-from jaxspec.methods.swiftspec.draft_tree import PROBE_PASSES, DraftTreeState, Growth, TreeDrafter
+from jaxspec.methods.swiftspec.draft_tree import PROBE_PASSES, DraftTreeState, Growth, SwiftSpecDrafter
 from jaxspec.methods.swiftspec.messages import batch_shapes, pack_verified, read_batch, unpack_batch
 from jaxspec.methods.swiftspec.schedule import Schedule, choose_schedule, longest_mean, time_in_turn
 from jaxspec.pytree import pytree
@@ -97,7 +97,7 @@ class SwiftSpecRunner(Runner):
             receive=lambda packed: Draft(unpack_batch(packed), jnp.int32(0)), reply=pack_verified,
             layers=layers, chunk_slots=slots if layers else 0,
         )  # fmt: skip
-        self.drafter = TreeDrafter(draft, slots, propose, growth, path=path)
+        self.drafter = SwiftSpecDrafter(draft, slots, propose, growth, path=path)
         self.held = (self.executor.state, self.drafter.state, self.executor.verified)
         # Nothing is left open where a given depth comes without a refill, and where adaptive growth ends by itself.
         open_refill = refill is None and growth.most_refill > 0
