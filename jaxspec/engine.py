@@ -180,7 +180,7 @@ class Engine:
         programs = tuple(dict.fromkeys((*self._runner.programs, *traced)))
         seconds = compile_programs(programs, variant, background=True)
         if sampling and sampling.structured_outputs is not None:
-            seconds += compile_programs((*self._runner.constrain().programs, *self._runner.single), variant)
+            seconds += compile_programs(self._runner.constrain().programs, variant)
         if not self._idle:
             # Allocated now, beside what the caller still loads, and not when the first token is waited for.
             self._idle = [IdleSession(self._runner, None, (), self._runner.start(0, None))]
@@ -262,12 +262,18 @@ class Engine:
         idle = self._idle
         common, best = max(((one.common(params, prompt), at) for at, one in enumerate(idle)), default=(0, -1))
         if common and self.session_memory != 0:
-            size = idle[best].num_bytes
-            # A text of which less than half stays may be asked for again: it is copied where there is room.
-            if 2 * common >= len(idle[best].tokens) - 1 or (best == 0 and not self._has_room(size)):
-                return idle.pop(best).state, common
-            if common >= min(CHUNKS) and self._has_room(size):
-                return jax.tree.map(_copy, idle[best].state), common
+            kept, copies = idle[best], common >= min(CHUNKS)
+            # A text of which less than half stays may be asked for again: it is copied, in place of older ones.
+            if 2 * common >= len(kept.tokens) - 1:
+                idle.remove(kept)
+                return kept.state, common
+            while copies and idle[0] is not kept and not self._has_room(kept.num_bytes):
+                del idle[0]
+            if idle[0] is kept and not self._has_room(kept.num_bytes):
+                del idle[0]
+                return kept.state, common
+            if copies:
+                return jax.tree.map(_copy, kept.state), common
         usable = [one for one in idle if one.runner is self._runner]
         if not usable or (usable[0].tokens and self._has_room(usable[0].num_bytes)):
             return None, 0

@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from jaxspec.config import SamplingParams
+from jaxspec.config import check_int
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.constrained import ConstrainedSteps
 from jaxspec.methods.core.executor import make_executor
 from jaxspec.methods.core.round import ModelParams, Models, Round, steps_per_dispatch
 from jaxspec.methods.core.runner import Runner
 from jaxspec.methods.core.sequence import SequenceState, cache_slots
-from jaxspec.methods.core.settings import check_range
 from jaxspec.sampling.request import Request
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ class Autoregressive(Method):
 
     Attributes:
       steps_per_dispatch: tokens that one dispatch decodes; they share the host's work of a round, and arrive together.
-        The first token of an answer comes alone. None: 8 of a target of at most 256 MiB on CPUs, else 4.
+        The first token of an answer comes alone. None: 8 of a target of at most 256 MiB on CPUs and TPUs, else 4.
     """
 
     steps_per_dispatch: int | None = None
@@ -34,7 +33,7 @@ class Autoregressive(Method):
 
     def __post_init__(self):
         if self.steps_per_dispatch is not None:
-            check_range("steps_per_dispatch", self.steps_per_dispatch, 1, 256)
+            check_int("steps_per_dispatch", self.steps_per_dispatch, 1, 256)
 
     @property
     def num_rows(self) -> int:
@@ -62,9 +61,6 @@ class AutoregressiveRunner(Runner):
 
     def resume(self, params: ModelParams, state: SequenceState, tokens: np.ndarray, common: int) -> SequenceState:
         return self.executor.sequence.resume(params.target, state, tokens, common)[0]
-
-    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
-        return self.executor.place_request(sampling, seed, prompt_tokens)
 
     def round(
         self, params: ModelParams, state: SequenceState, request: Request, room: int

@@ -148,9 +148,9 @@ class Method(abc.ABC):
     def bind(self, models: Models, tokens: int, store: Store = NO_STORE, previous: Runner | None = None) -> Runner:
         """Join the method to its models, for sequences of `tokens` tokens; compiles nothing yet.
 
-        `previous` is the runner of a smaller capacity that this one replaces; what it learned is taken over.
+        `previous` is the runner of a smaller capacity that this one replaces; what it measured is taken over.
         """
 
-    def variants(self, models: Models) -> "Sequence[Method]":
-        """Settings of this method that `jaxspec-tune` tries on these models."""
+    def variants(self) -> "Sequence[Method]":
+        """Settings of this method that `jaxspec-tune` tries."""
         return (self,)

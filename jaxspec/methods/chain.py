@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
+from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Exactness, Method, Store
 from jaxspec.methods.core.draft_passes import block_rows, num_places, same_draw
@@ -12,7 +13,7 @@ from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.settings import check_range, log_threshold
+from jaxspec.methods.core.settings import log_threshold
 from jaxspec.methods.core.tree_drafter import TreeDrafter
 from jaxspec.methods.core.tree_round import TreeSettings
 from jaxspec.methods.core.verify import match
@@ -46,7 +47,7 @@ class Chain(Method):
     takes_blocks: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_range("num_draft_tokens", self.num_draft_tokens, 1, LONGEST)
+        check_int("num_draft_tokens", self.num_draft_tokens, 1, LONGEST)
         if self.rule not in ("match", "rejection"):
             raise ConfigError(f"rule must be 'match' or 'rejection', got {self.rule!r}")
         log_threshold("min_probability", self.min_probability)
@@ -76,17 +77,16 @@ class Chain(Method):
             return SampledDrafter(draft, slots, shape, verified, replacement=True, min_score=min_score)
 
         def matched(verified: Verified) -> Drafter:
-            settings = TreeSettings(self.num_rows, depth=self.num_draft_tokens, min_score=min_score, places=places)
+            settings = TreeSettings(shape.rows, depth=self.num_draft_tokens, min_score=min_score, places=places)
             propose = same_draw(draft.vocab, scored=min_score > -math.inf)
             return TreeDrafter(draft, slots, settings, verified, propose=propose)
 
         exact = self.rule == "match"
         return SpeculativeRunner(
             models.target, tokens, matched if exact else sampled, max_path=self.max_path,
-            num_rows=self.num_rows if exact else shape.rows,
-            rule=match if exact else rejection(shape, replacement=True), dynamic_rows=self.min_probability > 0,
-            draft=draft,
+            num_rows=shape.rows, rule=match if exact else rejection(shape, replacement=True),
+            dynamic_rows=self.min_probability > 0, draft=draft,
         )  # fmt: skip
 
-    def variants(self, models: Models) -> Sequence[Method]:
+    def variants(self) -> Sequence[Method]:
         return [dataclasses.replace(self, num_draft_tokens=count) for count in (1, 2, 3, 4, 6, 8)]

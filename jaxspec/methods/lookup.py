@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxspec.config import check_int
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.copies import CopySettings
 from jaxspec.methods.core.cost_model import CostModel
@@ -10,7 +11,6 @@ from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.settings import check_flag, check_range
 from jaxspec.methods.core.tree_drafter import TreeDrafter
 from jaxspec.methods.core.tree_round import TreeSettings
 from jaxspec.methods.core.verify import match
@@ -42,11 +42,10 @@ class PromptLookup(Method):
     name: ClassVar[str] = "lookup"
 
     def __post_init__(self):
-        check_range("num_draft_tokens", self.num_draft_tokens, 1, 1023)
-        check_range("ngram", self.ngram, 1, 64)
-        check_range("candidates", self.candidates, 1, 64)
-        check_range("length", self.length, 1, 128)
-        check_flag("adaptive", self.adaptive)
+        check_int("num_draft_tokens", self.num_draft_tokens, 1, 1023)
+        check_int("ngram", self.ngram, 1, 64)
+        check_int("candidates", self.candidates, 1, 64)
+        check_int("length", self.length, 1, 128)
 
     @property
     def num_rows(self) -> int:

@@ -14,7 +14,7 @@ from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.settings import check_branch, check_choice, check_range, log_threshold
+from jaxspec.methods.core.settings import check_branch, check_choice, log_threshold
 from jaxspec.methods.core.tree_drafter import TreeDrafter
 from jaxspec.methods.core.tree_round import TreeSettings, tree_rows
 from jaxspec.methods.core.verify import match
@@ -35,7 +35,8 @@ class SpecExec(Method):
 
     Attributes:
       num_draft_tokens: K, the paper's budget: tokens of the tree, the root not counted.
-      width: prefixes evaluated in one draft pass; None is an eighth of `num_draft_tokens`, 64 at most.
+      width: prefixes evaluated in one draft pass; None is an eighth of `num_draft_tokens`, 64 at most. A draft that
+        fills a block has one pass, whatever the width.
       branch: children of a prefix; None is `num_draft_tokens`, 32 at most.
       depth: most draft passes and so the longest path; None is `num_draft_tokens`, 32 at most. A search that it ends is
         counted (`stats.speculative_decoding.tree_truncated`).
@@ -60,7 +61,7 @@ class SpecExec(Method):
     takes_blocks: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_range("num_draft_tokens", self.num_draft_tokens, 1, MOST_DRAFT_TOKENS)
+        check_int("num_draft_tokens", self.num_draft_tokens, 1, MOST_DRAFT_TOKENS)
         for name, default in (
             ("width", min(64, max(1, self.num_draft_tokens // 8))),
             ("branch", min(32, self.num_draft_tokens)),
@@ -69,7 +70,7 @@ class SpecExec(Method):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
             check_int(name, getattr(self, name), 1)
-        check_range("depth", self.depth, 1, LARGEST_DEPTH)
+        check_int("depth", self.depth, 1, LARGEST_DEPTH)
         assert self.width is not None and self.depth is not None
         if (rows := tree_rows(self.width, self.depth)) > LARGEST_TREE:
             raise ConfigError(
@@ -120,5 +121,5 @@ class SpecExec(Method):
             dynamic_rows=self.min_probability > 0, draft=draft,
         )  # fmt: skip
 
-    def variants(self, models: Models) -> Sequence[Method]:
+    def variants(self) -> Sequence[Method]:
         return [SpecExec(num_draft_tokens=count) for count in (8, 16)]

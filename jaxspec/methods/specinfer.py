@@ -44,8 +44,6 @@ class SpecInfer(Method):
         object.__setattr__(
             self, "expansion", tuple(check_int("every entry of expansion", k, 1, 2**63) for k in self.expansion)
         )
-        if not isinstance(self.replacement, bool):
-            raise ConfigError(f"replacement must be True or False, got {self.replacement!r}")
         if self.num_rows - 1 > LARGEST_TREE:
             raise ConfigError(f"expansion {self.expansion} has {self.num_rows - 1} tokens, at most {LARGEST_TREE}")
 

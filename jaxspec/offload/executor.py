@@ -187,7 +187,7 @@ class StreamingExecutor(TargetExecutor):
         layers: tuple[int, ...] = (), chunk_slots: int = 0,
     ):  # fmt: skip
         """Declare the programs; see `ResidentExecutor`, whose `idle_steps` have no counterpart here."""
-        self.placement, self.slots = target, slots
+        self.placement = target
         self.verified: Any = verified_shapes(target, max(max_path, steps), layers)
         path = self.verified.tokens.shape[0]
         self.sequence = StreamedSequence(target, slots, "target", layers=layers, path=path, chunk_slots=chunk_slots)

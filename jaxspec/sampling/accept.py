@@ -42,7 +42,7 @@ class Verified:
     """Decisions of a round."""
 
     tokens: Array  # int32 [P], accepted tokens and then the bonus token; arbitrary after `count`
-    count: Array  # int32 [], at least 1
+    count: Array  # int32 [], at least 1 after a round; 0 where all was taken in already
     path: Array  # int32 [P], batch rows of the root and of the accepted tokens; its first `count` entries count
     logprob: Array  # float32 [P], of each token under the processed target distribution; see `choose`
     # The most probable tokens at the place of each token: int32 [P, K] and their log-probabilities, float32 [P, K]; see

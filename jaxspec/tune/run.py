@@ -236,7 +236,7 @@ def compare_streamed(
     assert plan is not None
     models = engine.models
     if name not in (None, "specexec", "auto"):
-        methods = make_method(name).variants(models)
+        methods = make_method(name).variants()
         yield Trial(llm, [Candidate(label_of(method), method) for method in methods])
         return
     candidates = [] if name == "specexec" else [Candidate(DEFAULT, Auto())]
@@ -290,7 +290,7 @@ def list_candidates(models: Any, name: str | None, costs: CostModel, acceptance:
         cls = method_class(known)
         if models.draft is None and cls.needs_draft:
             continue
-        for method in cls().variants(models):
+        for method in cls().variants():
             predicted = predict_chain(costs, acceptance, method.max_path - 1) if known == "chain" else None
             candidates.append(Candidate(label_of(method), method, predicted))
     return candidates

@@ -238,7 +238,7 @@ def test_the_last_token_of_the_context_can_be_decoded(case):
 @pytest.mark.thorough
 def test_without_a_draft_it_is_prompt_lookup():
     """Round by round: what is drafted, accepted and written."""
-    cases = Case("llama", 1, "none", Auto(round_cost=0)), LLAMA_LOOKUP
+    cases = Case("llama", 1, "none", Auto()), LLAMA_LOOKUP
     # Engines that learned nothing from the texts of other tests.
     engines, params = [engine_of.__wrapped__(case) for case in cases], params_of(LLAMA_LOOKUP, "copy")
     engines[0].runner.timer = None  # with one, the first token waits for no copies
@@ -272,6 +272,7 @@ def test_settings_that_make_no_sense():
         ({"draft_cost": True}, "draft_cost"),
         ({"round_cost": float("nan")}, "round_cost"),
         ({"pass_cost": (1, "2")}, "pass_cost"),
+        ({"pass_cost": (1, 0)}, "pass_cost must be above 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             Auto(**settings)
@@ -306,6 +307,7 @@ def test_a_given_figure_replaces_no_other_one(name):
     usual = dict(zip(ALL_GIVEN, figures_of(Auto(), models), strict=False))
     expected = usual | {name: 1.2 if name == "pass_cost" else ALL_GIVEN[name]}
     assert figures_of(Auto(**{name: ALL_GIVEN[name]}), models) == (*expected.values(), "given, rest built in")
+    assert figures_of(Auto(round_cost=0), models)[2:] == (0.0, "given, rest built in")
 
 
 def test_what_a_draft_costs_says_nothing_where_there_is_none():

@@ -375,7 +375,11 @@ def test_where_nothing_is_measured(store, monkeypatch):
     assert spare_slots(64, 16, 8) < 0 <= spare_slots(1024, 16, 8) and measured_rows(3) == [1, 2, 3]
     assert measured_rows(1024)[-1] == 64
     given = CASE._replace(method=Auto(draft_cost=0.1, pass_cost=(1.0, 1.1), round_cost=0.1))
-    assert not make_engine(store, given).runner.measures
+    engine = make_engine(store, given)
+    assert not engine.runner.measures
+    # What is learned of drafts is kept all the same.
+    run(engine, params_of(given, "copy"), PROMPT, 100, seed=3)
+    assert load_learned(find(store)) is not None and load_costs(find(store)) is None
     monkeypatch.setattr(hosts, "several", lambda: True)
     assert find(store) is None
     monkeypatch.setattr(hosts, "several", lambda: False)

@@ -105,6 +105,20 @@ def merged(text, settings):
     return pack_best(jnp.int32(0), candidates, candidates.token.shape[0] + 1), candidates, nodes
 
 
+def test_equal_hashes_of_other_depths_join_nothing():
+    """A row in a wrong place of the text would have a wrong key: the copy's first token is not the draft's second."""
+    own, level = jnp.array([505, 25499]), jnp.array([1, 2])
+    hashes = jnp.cumsum(path_terms(own, level), dtype=jnp.uint32)
+    rates = init_acceptance().rates()
+    copies = find_copies(text_of([3, 7912, 777, 9, 3]), rates, CopySettings(ngram=1, candidates=1, length=3))
+    assert hashes[1] == copies.hash[0, 0]
+    proposed = Candidates(own, jnp.array([-1, 0]), level, jnp.log(jnp.array([0.9, 0.8])))
+    found, _ = join(proposed, hashes, jnp.array([True, False]), jnp.bool_(True), copies, rates)
+    batch = pack_best(jnp.int32(3), found, 6)
+    assert set(paths_of(batch)) == {(), (505,), (505, 25499), (7912,), (7912, 777), (7912, 777, 9)}
+    np.testing.assert_array_equal(batch.depth, [0, *(batch.depth[batch.parent[1:]] + 1)])
+
+
 def texts():
     rng = np.random.default_rng(0)
     for length in (1, 2, 3, 5, 8, 13, 21, 40, 80):

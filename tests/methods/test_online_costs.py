@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.methods.auto.costs import AutoChoice
-from jaxspec.methods.auto.online import OPTIMISM, SCALE_OF, TAKEN_TOGETHER, CostFilter
+from jaxspec.methods.auto.online import DRAFT_CHEAPER, SCALE_OF, TAKEN_TOGETHER, CostFilter
 from jaxspec.methods.core.cost_model import CostModel
 from jaxspec.methods.core.round import StepOutput
 from jaxspec.methods.core.timing import HOPE, LEAST_WAIT, Worth
@@ -267,7 +267,7 @@ def test_drafts_alone_are_believed_cheaper():
     costs = CostFilter(BELIEVED)
     see_plain(costs)
     decode(costs, BELIEVED, TAKEN_TOGETHER)
-    likely, hoped = costs.costs(), costs.costs(OPTIMISM)
+    likely, hoped = costs.costs(), costs.costs(DRAFT_CHEAPER)
     assert hoped.draft < likely.draft and hoped.draft_overhead <= likely.draft_overhead
     assert hoped.round == likely.round and (hoped.passes == likely.passes).all()
     for _ in range(TAKEN_TOGETHER):

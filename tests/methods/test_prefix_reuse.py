@@ -178,6 +178,20 @@ def test_a_shared_beginning_is_copied_where_there_is_room(monkeypatch):
     assert answer(engine, params, long, 8)[1] == len(long) - 1
 
 
+def test_an_older_text_goes_in_place_of_a_shared_beginning(monkeypatch):
+    engine, params = plain_engine("llama"), ModelParams(target_params("llama"))
+    old, long, short = [9, 8, 7] * 20, [*range(70), *[5, 6] * 60], [*range(70), 3]
+    expected = answer(engine, params, short, 8)[0]
+    monkeypatch.setattr(engine, "_idle", [])
+    monkeypatch.setattr(engine, "session_memory", 2**30)
+    answer(engine, params, old, 8)
+    answer(engine, params, long, 8)
+    monkeypatch.setattr(engine, "session_memory", sum(idle.num_bytes for idle in engine._idle))
+    rounds, cached = answer(engine, params, short, 8)
+    assert cached == 70 and tokens_of(rounds) == tokens_of(expected)
+    assert answer(engine, params, long, 8)[1] == len(long) - 1
+
+
 @pytest.mark.parametrize("slots", [64, 192, 576, 2048])
 def test_chunks_after_what_is_kept_fit_into_the_cache(slots):
     for count in range(0, slots, 7):

@@ -389,3 +389,7 @@ def test_settings_that_do_not_fit_the_model():
         models = models_of("llama")
         few = dataclasses.replace(models.target, cfg=dataclasses.replace(models.target.cfg, vocab_size=20))
         Engine(models._replace(target=few), Swift(siblings=(1, 3, 5, 32)))
+    plan = models.target.plan
+    exact = dataclasses.replace(plan, kernels=dataclasses.replace(plan.kernels, exact=True))
+    with pytest.raises(ConfigError, match="up to 64 rows, 'swift' has 83"):
+        Swift(adaptive=False).check(models._replace(target=dataclasses.replace(models.target, plan=exact)))

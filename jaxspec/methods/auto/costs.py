@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxspec.config import MOST_TOKENS, SamplingParams
-from jaxspec.methods.auto.online import OPTIMISM, CostFilter
+from jaxspec.methods.auto.online import DRAFT_CHEAPER, CostFilter
 from jaxspec.methods.auto.profiles import RoundTimes, load_learned, measured_rows, save_costs, save_learned
 from jaxspec.methods.core.cost_model import LAWS, CostModel
 from jaxspec.methods.core.round import ModelParams, StepOutput, count_bytes, first_verified, read_rounds
@@ -25,7 +25,7 @@ from jaxspec.runtime.transfer import zeros_of
 
 # Rounds of a sample, at most, and of one of drafts where rounds share dispatches. The first of several is not timed:
 # while it runs the others are dispatched, as while decoding, and a processor is slower just after a rest.
-TOGETHER, DRAFTS_TOGETHER = 3, 4
+SAMPLE, DRAFTED_SAMPLE = 3, 4
 # Samples of each kind of round; seconds that all of them take, warming up included.
 MOST_SAMPLES, ENOUGH_S = 6, 0.45
 # Seconds of a pass beside which dispatching it is nothing: then one round makes a sample. Bytes of a target whose pass
@@ -52,7 +52,7 @@ class AutoChoice(Choice):
     """The costs by which `auto` decides; their unit is a target pass of one row.
 
     Attributes:
-      figures: source of the costs: "given", "measured" or "built in".
+      figures: source of the costs: "given", "measured" or "built in", or two of these.
       pass_cost: costs of target passes of 1, 2, ... rows.
       round_cost: cost of a round apart from its passes.
       draft_cost: cost of a draft pass; None without a draft model.
@@ -73,7 +73,7 @@ def spare_slots(slots: int, num_rows: int, steps: int) -> int:
 
     `steps` are the tokens of a dispatch of plain decoding.
     """
-    return slots - TOGETHER * (num_rows + steps) - num_rows
+    return slots - SAMPLE * (num_rows + steps) - num_rows
 
 
 def measure_rounds(
@@ -82,8 +82,8 @@ def measure_rounds(
 ) -> CostFilter:  # fmt: skip
     """Correct `costs` by rounds of each kind in turn, for at most half a second in all; `state` is donated.
 
-    `length` is the most passes of a draft, 0 without one. Rounds for which there is no time, by the costs, are left
-    out; the more important ones come first. The caller sets the figures of drafts anew afterwards.
+    `length` is 0 without a draft model. Rounds for which there is no time, by the costs, are left out; the more
+    important ones come first. The caller sets the figures of drafts anew afterwards.
     """
     start, rounds, most = now(), _Rounds(runner, params, state, now), costs.passes.size - 1
     # The first round warms up. The second one, or a slow first one, says how long a pass takes.
@@ -97,7 +97,7 @@ def measure_rounds(
     often, once = [(0, 0), *copied[:1], *[(min(BRANCH, most), 1)] * bool(length), *copied[1:2]], copied[2:]
     for number in range(MOST_SAMPLES):
         for tokens, passes in often if number else often + once:
-            count = DRAFTS_TOGETHER if passes and shares else TOGETHER if tokens and (tokens, passes) in often else 2
+            count = DRAFTED_SAMPLE if passes and shares else SAMPLE if tokens and (tokens, passes) in often else 2
             count, several = (count, not tokens) if is_short else (1, False)
             if now() - start + plain_s * (count * costs.spent(tokens, passes) + (steps - 1) * several) < ENOUGH_S:
                 untimed, outputs, seconds = rounds.run(tokens, passes, count, several)
@@ -118,8 +118,8 @@ class _Rounds:
         self._num_rows, limit = runner.drafter.shapes.batch.rows, runner.executor.placement.num_tokens
         # The text repeats itself, so that as many tokens can be copied as are wanted. Some tokens are not part of it.
         context = min(CONTEXT, spare_slots(runner.slots, self._num_rows, runner.steps))
-        self._text = np.arange(context + TOGETHER, dtype=np.int32) % max(1, min(PERIOD, limit - TOGETHER))
-        self._unseen = [limit - 1 - number for number in range(TOGETHER)]
+        self._text = np.arange(context + SAMPLE, dtype=np.int32) % max(1, min(PERIOD, limit - SAMPLE))
+        self._unseen = [limit - 1 - number for number in range(SAMPLE)]
         self._request = runner.place_request(SamplingParams(max_tokens=1 << 20, ignore_eos=True), 0, 1)
 
     def run(
@@ -131,7 +131,7 @@ class _Rounds:
         more than one, the first is not timed, and stands apart. Drafts are of a few tokens: four rounds of them fit.
         """
         runner, drafter, request = self._runner, self._runner.drafter, self._request
-        rows, context = np.arange(self._num_rows), len(self._text) - TOGETHER
+        rows, context = np.arange(self._num_rows), len(self._text) - SAMPLE
         # By these figures a draft of so many tokens always pays, and no longer one does.
         drafter.use_costs(CostModel(np.where(rows <= tokens, 1 / (rows + 1), 1e3), round=0.0))
         drafter.rest(not passes)
@@ -144,7 +144,7 @@ class _Rounds:
             draft = dataclasses.replace(draft, sequence=_as_long(draft.sequence, context))
         roots = self._unseen if passes or not tokens else self._text[context:].tolist()
         # Of each dispatch its number of rounds. What is copied has to be there, so that copies have one each.
-        dispatches = [1, count - 1] if count == DRAFTS_TOGETHER else [1] * count
+        dispatches = [1, count - 1] if count == DRAFTED_SAMPLE else [1] * count
         shapes, rounds = runner.executor.verified, []
         jax.block_until_ready((target, draft))
         start = self._now()
@@ -195,7 +195,7 @@ class MeasuringRunner(SpeculativeRunner):
         self._use(weigh(times))
         self._filter = CostFilter(self.costs)
         small = count_bytes(self.executor.placement.params()) <= MOST_BYTES
-        self.measures = self._profile is not None and small and times is None
+        self.measures = self._profile is not None and small and times is None and self.costs.source != "given"
 
     def calibrate(self, params: ModelParams, state: SpeculativeState | None) -> SpeculativeState | None:
         if not self.measures or self._profile is None:
@@ -204,7 +204,7 @@ class MeasuringRunner(SpeculativeRunner):
         self.measures, self.times = False, self.latest_times()
         assert self.times is not None
         save_costs(self._profile, self.times)
-        self._use(self._weigh(self.latest_times(OPTIMISM)))
+        self._use(self._weigh(self.latest_times(DRAFT_CHEAPER)))
         # The measured rounds say nothing of the texts to come.
         return self.start(0, None)
 

@@ -14,7 +14,7 @@ from jaxspec.methods.core.round import StepOutput
 # round's other costs and of a draft beyond its passes are in plain tokens. What a number of further rows costs has one
 # of its own, a part in plain tokens and a relative one. All numbers of rows share two: for each row, in plain tokens,
 # and relatively. The last one, relative, is that of the machine's speed, which all parts share.
-PLAIN, ROUND, DRAFT, OVERHEAD, ROWS, ROWS_TOGETHER, TOGETHER = 0.1, 0.25, 0.3, 0.15, (0.1, 0.2), (0.05, 0.4), 1.0
+PLAIN, ROUND, DRAFT, OVERHEAD, ROWS, ROWS_TOGETHER, SPEED = 0.1, 0.25, 0.3, 0.15, (0.1, 0.2), (0.05, 0.4), 1.0
 # The same of what changes from one dispatch to the next, and of the time of a dispatch.
 DRIFT, DRIFT_TOGETHER, NOISE = 0.004, 0.05, 0.12
 # A dispatch that is off by more than so many standard deviations counts as one that is off by as many.
@@ -27,7 +27,7 @@ SCALE_OF = 3
 # computes a round meanwhile.
 TAKEN_TOGETHER = 8
 # Drafts are believed so many standard deviations cheaper: what is not tried is not learned.
-OPTIMISM = 0.5
+DRAFT_CHEAPER = 0.5
 
 
 class CostFilter:
@@ -56,7 +56,7 @@ class CostFilter:
     def observe(self, outputs: Sequence[StepOutput], seconds: float | None) -> CostModel | None:
         """Keep the rounds of a dispatch and what it took, if it was timed; `costs` where what was kept is taken in."""
         self._kept.append((outputs, seconds))
-        return None if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER else self.costs(OPTIMISM)
+        return None if self._seconds is not None and len(self._kept) < TAKEN_TOGETHER else self.costs(DRAFT_CHEAPER)
 
     def _take_in(self, outputs: Sequence[StepOutput], seconds: float | None) -> None:
         """Correct the parts by a dispatch; first ones without drafts set the scale.
@@ -121,7 +121,7 @@ class CostFilter:
         begun = np.array([1.0, costs.round, costs.draft, costs.draft_overhead, *rows])
         apart = [PLAIN, ROUND * max(1.0, costs.round), DRAFT * costs.draft, OVERHEAD, *(ROWS[0] + ROWS[1] * rows)]
         each, all_ = (np.append(np.zeros(4), part) for part in (ROWS_TOGETHER[0] * knots, ROWS_TOGETHER[1] * rows))
-        together = (np.outer(part, part) for part in (TOGETHER * begun, each, all_))
+        together = (np.outer(part, part) for part in (SPEED * begun, each, all_))
         self._spread = plain_s**2 * (np.diag(np.square(apart)) + sum(together))
         return plain_s * begun
 

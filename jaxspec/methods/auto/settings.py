@@ -10,6 +10,7 @@ import numbers
 from pathlib import Path
 from typing import Any, ClassVar
 
+from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.auto.costs import BRANCH, PLACE_BRANCH, MeasuringRunner
 from jaxspec.methods.auto.profiles import RoundTimes, find_costs, load_costs, weigh_devices
@@ -29,7 +30,6 @@ from jaxspec.methods.core.drafter import Drafter
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner, SpeculativeRunner
 from jaxspec.methods.core.sequence import cache_slots
-from jaxspec.methods.core.settings import check_range
 from jaxspec.methods.core.timing import RoundTimer
 from jaxspec.methods.core.tree_drafter import TreeDrafter
 from jaxspec.methods.core.tree_round import SYNC_ROWS, TreeSettings
@@ -86,12 +86,12 @@ class Auto(Method):
     takes_blocks: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_range("num_draft_tokens", self.num_draft_tokens, 1, 1023)
+        check_int("num_draft_tokens", self.num_draft_tokens, 1, 1023)
         if self.length is None:
             object.__setattr__(self, "length", min(LONGEST_CHAIN, self.num_draft_tokens))
-        check_range("length", self.length, 1, self.num_draft_tokens)
-        check_range("ngram", self.ngram, 1, 64)
-        check_range("candidates", self.candidates, 1, 64)
+        check_int("length", self.length, 1, self.num_draft_tokens)
+        check_int("ngram", self.ngram, 1, 64)
+        check_int("candidates", self.candidates, 1, 64)
         object.__setattr__(self, "pass_cost", tuple(self.pass_cost))
         given = [("draft_cost", self.draft_cost), *(("pass_cost", cost) for cost in self.pass_cost)]
         if self.round_cost is not None:
@@ -99,6 +99,8 @@ class Auto(Method):
         for name, value in given:
             if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value < 1e6:
                 raise ConfigError(f"{name} must be a time relative to a one-row pass, at least 0, got {value!r}")
+        if not all(self.pass_cost):
+            raise ConfigError(f"pass_cost must be above 0: passes take time, got {self.pass_cost!r}")
 
     @property
     def num_rows(self) -> int:
@@ -125,7 +127,7 @@ class Auto(Method):
         target, draft = models
         given = {"pass_cost": self.pass_cost, "round_cost": self.round_cost}
         given |= {"draft_cost": self.draft_cost} if draft is not None else {}
-        used = {name: value for name, value in given.items() if value not in (0, (), None)}
+        used = {name: value for name, value in given.items() if value or (name == "round_cost" and value is not None)}
         known, rest = ({}, "built in") if measured is None else (measured.figures(), "measured")
         figures: dict[str, Any] = {name: value for name, value in known.items() if name in given} | used
         overhead = known.get("draft_overhead", 0.0)
@@ -148,8 +150,7 @@ class Auto(Method):
         shape: dict[str, Any] = {} if draft is None else {"branch": branch, "depth": length, "places": places}
         settings = TreeSettings(self.num_rows, copies=copies, weighs=True, **shape)
         propose = None if draft is None else tree_proposals("noise", draft.vocab, branch)
-        given = self.draft_cost and self.pass_cost and self.round_cost is not None
-        profile = None if given else find_costs(store.cache_folder, models, self.num_rows)
+        profile = find_costs(store.cache_folder, models, self.num_rows)
         times = previous.latest_times() if isinstance(previous, MeasuringRunner) else profile and load_costs(profile)
         rows = 0 if draft is None else block_rows(draft, self.max_path)
         slots, costs = cache_slots(tokens, max(SYNC_ROWS, self.num_rows, rows)), self.costs(models, times)

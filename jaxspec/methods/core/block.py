@@ -31,6 +31,7 @@ from jaxspec.methods.core.tree_round import (
     TreeState,
     find_and_join,
     note_draft,
+    pack_wanted,
     take_in,
 )
 from jaxspec.methods.core.verify import Draft
@@ -44,7 +45,7 @@ from jaxspec.models.vocab import VocabShard
 from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History, clean
 from jaxspec.tree.table import best_prefixes, pick_distinct
-from jaxspec.tree.tree import pack_best, root_alone
+from jaxspec.tree.tree import pack_best
 
 
 class Block(NamedTuple):
@@ -142,7 +143,7 @@ def _weigh(
     """Draft as far as it pays: nothing, copies, or the best prefixes of a block that copies join."""
     stats, sequence = state.stats, state.sequence
     copied = find_and_join(settings, state, costs)
-    assert stats is not None and copied.rates is not None and sequence is not None
+    assert stats is not None and sequence is not None
     beside = 1.0 if features.first_order else BESIDE
     first = [place_kind(1 + place, jnp.bool_(False), jnp.int32(0)) - PLACES for place in range(settings.places)]
     rates, ratios = copied.rates, stats.place_ratios(beside)
@@ -161,11 +162,10 @@ def _weigh(
         # Each counts as what it was expected to be, and as accepted or not: the ratio of both is learned.
         placed = dataclasses.replace(nodes, kind=notes["place"], weight=exists * notes["expected"])
         observed = concatenate(nodes, placed)
-        if copied.copies is not None:
-            above = jnp.where((candidates.parent >= 0) & (exists > 0), candidates.parent, exists.size)
-            has_row = jnp.zeros(exists.shape, bool).at[above].set(True, mode="drop")
-            candidates, others = join(candidates, nodes.hash, has_row, jnp.bool_(True), copied.copies, rates)
-            observed = concatenate(observed, others)
+        above = jnp.where((candidates.parent >= 0) & (exists > 0), candidates.parent, exists.size)
+        has_row = jnp.zeros(exists.shape, bool).at[above].set(True, mode="drop")
+        candidates, others = join(candidates, nodes.hash, has_row, jnp.bool_(True), copied.copies, rates)
+        observed = concatenate(observed, others)
         return cache, keep_best(candidates, costs.rounds + drafting)[0], observed, jnp.bool_(False)
 
     # A loop of at most one turn: a conditional would copy the cache.
@@ -173,18 +173,14 @@ def _weigh(
     start = sequence.cache, plain, copied.nodes, prospect.wanted
     cache, candidates, nodes, _ = jax.lax.while_loop(lambda carry: carry[3], draft, start)
     root = verified.tokens[verified.count - 1]
-    batch = jax.lax.cond(
-        prospect.wanted | (prospect.num_copied > 0),
-        lambda: pack_best(root, candidates, settings.num_rows),
-        lambda: root_alone(root, settings.num_rows),
-    )
+    batch = pack_wanted(prospect, root, candidates, settings.num_rows)
     state = dataclasses.replace(state, sequence=dataclasses.replace(sequence, cache=cache), nodes=nodes)
     passes = prospect.wanted.astype(jnp.int32)
     return note_draft(state, prospect, candidates.score, passes, idle), Draft(batch, passes, watch=copied.watch)
 
 
 def _correct(
-    token: Array, rates: Array, ratios: Array, copies: Copies | None, ranks: Array, logprob: Array
+    token: Array, rates: Array, ratios: Array, copies: Copies, ranks: Array, logprob: Array
 ) -> tuple[Array, dict[str, Array]]:
     """The `Correct` of learned rates: a token's class says how sure it was, its place how much that is worth there."""
     depth = ranks.shape[1]
@@ -193,9 +189,8 @@ def _correct(
     here = above[:, None] + path_terms(token[depth], jnp.int32(depth + 1))[None]
     rank = jnp.broadcast_to(jnp.arange(token.shape[1]), logprob.shape)
     kind = class_of(logprob) + jnp.where(rank > 0, OTHERS, 0)
-    if copies is not None:
-        known = jnp.where(copies.own, copies.hash, 0).reshape(-1)
-        kind += jnp.where((here[..., None] == known).any(axis=-1), AGREED, 0)
+    known = jnp.where(copies.own, copies.hash, 0).reshape(-1)
+    kind += jnp.where((here[..., None] == known).any(axis=-1), AGREED, 0)
     place = place_kind(depth + 1, (ranks > 0).any(axis=1)[:, None], rank)
     expected = rates[kind]
     chance = jnp.minimum(expected * ratios[place - PLACES], SUREST)

@@ -124,7 +124,7 @@ def concatenate(first: Nodes, second: Nodes) -> Nodes:
 def path_terms(token: Array, depth: Array) -> Array:
     """Terms of path hashes, uint32: a node's hash is the sum over its path, root excluded.
 
-    Nodes of equal paths have equal hashes. Others hardly ever have, and then a draft is worse for it, never a token.
+    Nodes of equal paths have equal hashes. Others of the same depth hardly ever have: then a draft is worse for it.
     """
     powers = jnp.uint32(_DEPTH_FACTOR) * (2 * depth.astype(jnp.uint32) + 1)
     mixed = (token.astype(jnp.uint32) + 1) * jnp.uint32(_TOKEN_FACTOR)
@@ -206,15 +206,16 @@ def join(
     Returns candidates, N + C * L, and of the copies what is learned from.
     """
     C, L = copies.token.shape
-    total = own.token.shape[0]
-    same = (own_hash[None, None] == copies.hash[..., None]) & (own.score > -jnp.inf)[None, None]  # [C, L, N]
+    total, step = own.token.shape[0], jnp.arange(L, dtype=jnp.int32)
+    # Hashes of paths may be equal by chance; that of another depth would put rows in wrong places of the text.
+    exists = (own.score > -jnp.inf) & (own.depth == step[:, None] + 1)  # [L, N]
+    same = (own_hash[None, None] == copies.hash[..., None]) & exists[None]  # [C, L, N]
     # A path that the draft has is one whose beginning it has: the first `met` tokens of each occurrence.
     met = jnp.cumprod(same.any(axis=2) & (copies.token >= 0), axis=1).sum(axis=1)  # [C]
     at = jnp.take_along_axis(jnp.argmax(same, axis=2), jnp.maximum(met - 1, 0)[:, None], axis=1)[:, 0]
     above = jnp.where(met > 0, at, -1)  # [C], the draft's node that the rest goes on from
     base = jnp.where(met > 0, own.score[at], 0.0)
     refuted = jnp.where(met > 0, has_row[at], planted)
-    step = jnp.arange(L, dtype=jnp.int32)
     meets = step[None] == met[:, None]
     kind = copies.kind + CONTRADICTED * (meets & refuted[:, None])
     logprob = jnp.where(meets & refuted[:, None], jnp.log(rates[kind]) + jnp.log(copies.share), copies.logprob)

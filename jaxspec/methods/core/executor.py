@@ -34,7 +34,6 @@ class TargetExecutor(abc.ABC):
     """The target's passes over one sequence; each call dispatches and returns, and donates the state that it takes."""
 
     placement: Placement
-    slots: int  # capacity of the target's cache
     state: SequenceState  # shapes
     verified: Any  # shapes of what a round verifies, a `Verified` or what is sent of it
     programs: Sequence[Program]  # everything that it may call
@@ -83,8 +82,7 @@ class ResidentExecutor(TargetExecutor):
           layers: hidden states of the target that the draft is fed, see `forward_with_states`; for `chunk_slots` see
             `ModelSequence`.
         """
-        self.placement, self.slots = target, slots
-        self._steps = steps
+        self.placement, self._steps = target, steps
         self.verified: Any = verified_shapes(target, max(max_path, steps), layers)
         max_path = self.verified.tokens.shape[0]
         self.max_path, self.reply = max_path, reply

@@ -18,8 +18,8 @@ from jaxspec.results import TopTokens
 from jaxspec.runtime.placement import Placement
 from jaxspec.sampling.accept import Verified, num_ranked
 
-# Tokens that plain decoding computes in one dispatch, and those of a small target on a CPU: they share what a round
-# costs apart from its passes, and arrive together. The bytes of the largest target that is small.
+# Tokens that plain decoding computes in one dispatch, and those of a small target where loops cost nothing: they share
+# what a round costs apart from its passes, and arrive together. The bytes of the largest target that is small.
 STEPS_PER_DISPATCH, STEPS_OF_SMALL, SMALL_BYTES = 4, 8, 256 << 20
 # Integers before the tokens in `Round.packed`.
 ROUND_HEADER = 4
@@ -42,7 +42,7 @@ class ModelParams(NamedTuple):
 
 
 def is_small(target: Placement) -> bool:
-    """Whether the host's work for a dispatch is much beside a pass of a target; on CPUs, with few weights."""
+    """Whether the host's work for a dispatch is much beside a pass of a target: on CPUs and TPUs, with few weights."""
     return target.plan.kernels.loops_are_free and count_bytes(target.params()) <= SMALL_BYTES
 
 

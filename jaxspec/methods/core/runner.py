@@ -97,9 +97,9 @@ class Runner(abc.ABC):
         may be smaller.
         """
 
-    @abc.abstractmethod
     def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Any:
         """A generation's request as `round` takes it, on the devices; `min_tokens` counts from the prompt's end."""
+        return self.executor.place_request(sampling, seed, prompt_tokens)
 
     @abc.abstractmethod
     def round(self, params: ModelParams, state: Any, request: Any, room: int) -> tuple[Any, Round, int]:
@@ -208,7 +208,7 @@ class SpeculativeRunner(Runner):
         )  # fmt: skip
         self.held = (self.executor.state, self.drafter.state, self.drafter.shapes, self.executor.verified)
         self.programs = (*self.executor.programs, *self.drafter.programs)
-        # Programs of one round; where rounds share a dispatch, traces and rounds under a constraint run them.
+        # Programs of one round; where rounds share a dispatch, traces run them.
         self.single = tuple(filter(None, (*self.drafter.draft_programs, self.executor.verify_program)))
         self.shared_rounds = None
         propose, model = self.drafter.propose, self.drafter.placement
@@ -320,9 +320,6 @@ class SpeculativeRunner(Runner):
         fits = not begins or fit_kept(known, count, self.executor.sequence.chunk_slots) == known
         return kept, known if fits and known > 0 else 0
 
-    def place_request(self, sampling: SamplingParams, seed: int, prompt_tokens: int = 0) -> Request:
-        return self.executor.place_request(sampling, seed, prompt_tokens)
-
     def round(
         self, params: ModelParams, state: SpeculativeState, request: Request, room: int
     ) -> tuple[SpeculativeState, Round, int]:
@@ -339,8 +336,10 @@ class SpeculativeRunner(Runner):
         paused = self.timer is not None and not unsettled and not self.timer.may_draft()
         draft, resting = (state.draft, False) if plain_first else self._take_prompt(params, state, room, paused)
         delayed, host.filled = host.filled or host.pending is not unread, False
-        # Rounds that share a dispatch decode several tokens where nothing is drafted: a pause takes no other program.
-        if unsettled or (paused and not (shared is not None and self.drafter.rests)):
+        # Rounds that share a dispatch on a CPU decode several tokens without a draft: a pause needs no other program.
+        kernels = self.executor.placement.plan.kernels
+        several = shared is not None and self.drafter.rests and kernels.takes_cpu_forms
+        if unsettled or (paused and not several):
             target, verified, round_, min_tokens = self.executor.decode(params.target, state.target, request, room)
             if host.begin is not None:
                 draft, host.begin = host.begin(draft, state.verified), None
@@ -372,6 +371,8 @@ class SpeculativeRunner(Runner):
     def constrain(self) -> ConstrainedPasses:
         if self._constrained is None:
             self._constrained = self._constraint(self.executor)
+            # Where rounds share a dispatch, no other round has a program that drafts alone.
+            self._constrained.programs = (*self._constrained.programs, *self.drafter.draft_programs)
         return self._constrained
 
     def constrained_round(

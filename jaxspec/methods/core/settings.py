@@ -9,17 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxspec.config import LARGEST_INT, check_int
+from jaxspec.config import LARGEST_INT
 from jaxspec.errors import ConfigError, JaxspecError, shown
 from jaxspec.methods.core.round import Models
 from jaxspec.models.recurrent import refuse_tree
 
 _LONGEST_LIST, _LARGEST_NUMBER = 1000, 2**63
-
-
-def check_range(name: str, value: object, low: int, high: int) -> None:
-    """Raise `ConfigError` unless the value is an integer between two limits, both allowed."""
-    check_int(name, value, low, high)
 
 
 def check_layers(method: Any, models: Models) -> None:
@@ -42,12 +37,6 @@ def check_layers(method: Any, models: Models) -> None:
         for what, is_asked in asked.items():
             if is_asked:
                 raise ConfigError(f"the {role} has {which}, which {what} does not support yet")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raise `ConfigError` unless the value is true or false."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name} must be true or false, got {shown(value)}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
@@ -85,8 +74,9 @@ def check_settings(method: Any, own_checks: Callable[[], object]) -> None:
         given = {name: getattr(method, name) for name in types}
         raise ConfigError(f"the settings of method {method.name!r} do not fit: {shown(given)}: {error}") from error
     for name, kind in types.items():
-        if kind in ("bool", "<class 'bool'>"):
-            check_flag(name, getattr(method, name))
+        value = getattr(method, name)
+        if kind in ("bool", "<class 'bool'>") and not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true or false, got {shown(value)}")
 
 
 def check_numbers(name: str, value: object) -> None:

@@ -45,8 +45,6 @@ UNFED_TOKENS, UNFED_ROUNDS = 64, 4
 class TreeDrafter(Drafter):
     """Grows a fresh tree in every round; deterministic, so that `match` keeps the output equal to plain decoding."""
 
-    idles = True
-
     def __init__(
         self, placement: Placement, slots: int, settings: TreeSettings, verified: Verified, *,
         propose: Propose | None = None, costs: CostModel | None = None,
@@ -62,10 +60,10 @@ class TreeDrafter(Drafter):
         """
         # Only programs for CPUs decode several tokens in a round.
         watches = settings.copies is not None and placement.plan.kernels.takes_cpu_forms
-        has_model = propose is not None
+        has_model, self.idles = propose is not None, settings.copies is not None
         self.shapes = draft_shapes(placement, settings.num_rows)
         capacity = slots + verified.tokens.shape[0] + (EARLIER_TOKENS if settings.copies else 0)
-        self._copies = settings.copies is not None
+        self._copies = copies = settings.copies is not None
         self._home, self._is_fed, self._never = placement, False, None
         self._costs: Any = ()
         self.programs, sequence, tree = (), None, None
@@ -84,31 +82,26 @@ class TreeDrafter(Drafter):
             unfed = Unfed(states, placement.array((), jnp.int32))
         if has_model and not settings.places and unfed is None:
             tree = placement.replicated(jax.eval_shape(lambda: init_tree(settings.tree_rows, settings.branch)))
-        takes = self.drops and (unfed is not None or not self._is_fed)
         # An assistant takes a prompt by copying its keys.
         features = placement.cfg.features if has_model else None
         self.rests = has_model and settings.weighs and not settings.places
         self.rests &= features is None or features.kind != "assistant"
-        if not settings.weighs:
-            self.idles = settings.copies is not None
 
         def blank():
-            return blank_nodes(settings) if settings.learns else None
+            return blank_nodes(settings) if copies else None
 
         def create(stats=None):
             text = Text(jnp.zeros(capacity, jnp.int32), jnp.int32(0), jnp.int32(0))
             empty = None if tree is None else init_tree(settings.tree_rows, settings.branch)
             first = jnp.int32(FIRST_PATIENCE)
             nothing = None if unfed is None else Unfed(jnp.zeros(unfed.states.shape), jnp.int32(0))
-            stats = stats or (init_acceptance() if settings.learns else None)
+            stats = stats or (init_acceptance() if copies else None)
             return TreeState(text, None, empty, stats, blank(), idle=first, patience=first, unfed=nothing)
 
         def restart(state, text, verified):
             begun = create(state.stats and state.stats.next_text())
             left = None if state.unfed is None else dataclasses.replace(state.unfed, count=jnp.int32(0))
             begun = dataclasses.replace(begun, text=text, idle=state.idle, patience=state.patience, unfed=left)
-            if not takes:  # its model would run
-                return begun
             return leave(take_in((), None, begun, verified)[0], verified, blank())
 
         def draft(params, state, verified, history, request, costs=None):
@@ -134,7 +127,7 @@ class TreeDrafter(Drafter):
 
         plan, scalar = placement.plan, placement.array((), jnp.int32)
         stats = nodes = None
-        if settings.learns:
+        if copies:
             stats = placement.replicated(jax.eval_shape(init_acceptance))
             nodes = placement.replicated(jax.eval_shape(blank))
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)

@@ -59,6 +59,7 @@ from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History
 from jaxspec.tree.table import num_prefixes
 from jaxspec.tree.tree import (
+    Batch,
     Candidates,
     Tree,
     follow,
@@ -89,8 +90,9 @@ class TreeSettings:
       width: leaves that one draft pass evaluates; `branch` (k) children are proposed below each node.
       depth: most draft passes, so that no token of the model lies deeper.
       min_score: leaves that score below it are not evaluated, -inf for no bound.
-      copies: what is copied of earlier text; None for nothing.
-      weighs: whether only what pays is drafted, else as much as the batch holds.
+      copies: what is copied of earlier text; None for nothing. Where something is, scores are corrected by what became
+        of earlier ones; else they are the draft's own.
+      weighs: whether only what pays is drafted, copies included; else as much as the batch holds.
       places: places of a block that are proposed for, of a draft that fills all of them in one pass; 0 for others. Each
         has `branch` (k) tokens.
     """
@@ -116,11 +118,6 @@ class TreeSettings:
             return num_prefixes(self.places, self.branch, self.num_rows - 1)
         return self.tree_rows * self.branch
 
-    @property
-    def learns(self) -> bool:
-        """Whether scores are corrected by what became of earlier ones; else they are the draft's own."""
-        return self.weighs or self.copies is not None
-
 
 def tree_rows(width: int, depth: int) -> int:
     """M: the root, and `width` nodes in each further pass."""
@@ -143,9 +140,9 @@ class TreeState:
 
 
 def blank_nodes(settings: TreeSettings) -> Nodes:
-    """Nothing proposed."""
-    copies = settings.copies
-    return no_nodes(num_observed(settings) + (0 if copies is None else copies.candidates * copies.length))
+    """Nothing proposed, by a model or by copies."""
+    assert settings.copies is not None
+    return no_nodes(num_observed(settings) + settings.copies.candidates * settings.copies.length)
 
 
 def num_observed(settings: TreeSettings) -> int:
@@ -219,11 +216,11 @@ def leave(state: TreeState, verified: Verified, nodes: Nodes | None) -> TreeStat
 class Copied(NamedTuple):
     """What is copied in a round."""
 
-    copies: Copies | None
+    copies: Copies
     candidates: Candidates  # the copies alone; in front, as many proposals that do not exist as a draft may make
     nodes: Nodes
-    rates: Array | None  # of the state's `AcceptanceStats`; None where nothing is learned
-    watch: Watch | None  # for copies that may come; None where nothing is copied
+    rates: Array  # of the state's `AcceptanceStats`
+    watch: Watch  # for copies that may come
 
 
 def find_and_join(settings: TreeSettings, state: TreeState, costs: PlacedCosts | None) -> Copied:
@@ -231,10 +228,8 @@ def find_and_join(settings: TreeSettings, state: TreeState, costs: PlacedCosts |
     count = settings.proposals
     zero, none = jnp.zeros(count, jnp.int32), no_nodes(num_observed(settings))
     nothing = Candidates(zero, zero - 1, zero + 1, jnp.full(count, -jnp.inf))
-    rates = None if state.stats is None else state.stats.rates()
-    if settings.copies is None:
-        return Copied(None, nothing, none, rates, None)
-    assert rates is not None
+    assert settings.copies is not None and state.stats is not None
+    rates = state.stats.rates()
     copies = find_copies(state.text, rates, settings.copies)
     candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, rates)
     least = jnp.int32(1) if costs is None else least_match(rates, costs, settings.copies.length)
@@ -301,7 +296,7 @@ def _weigh(
     """Draft as far as it pays: nothing, copies, or a tree of the model that copies join."""
     text, stats, sequence = state.text, state.stats, state.sequence
     copies, rates, tree = copied.copies, copied.rates, init_tree(settings.tree_rows, settings.branch)
-    assert stats is not None and rates is not None and sequence is not None
+    assert stats is not None and sequence is not None
     num_rows, width, mean = settings.num_rows, settings.width, stats.mean_rate()
     length, idle = jnp.arange(1, settings.depth + 1), state.idle + verified.count
     produced = text.length - text.start
@@ -315,15 +310,14 @@ def _weigh(
             model.params, model.placement.cfg, text, sequence, state.unfed, verified, wanted
         )
         state, cache, passes = dataclasses.replace(state, unfed=unfed), sequence.cache, jnp.where(wanted, passes, 0)
-    known = None if copies is None else jnp.where(copies.own, copies.hash, 0).reshape(-1)
+    known = jnp.where(copies.own, copies.hash, 0).reshape(-1)
 
     def correct(rows: Rows, token: Array, logprob: Array) -> tuple[Array, Array]:
         """Log of the chance that each child is accepted, float32 [w, k], and its kind."""
         terms = jnp.where(rows.sees & (rows.depth > 0)[None], path_terms(rows.token, rows.depth)[None], 0)
         here = terms.sum(axis=1, dtype=jnp.uint32)[:, None] + path_terms(token, rows.child_depth[:, None])
         kind = class_of(logprob) + jnp.where(jnp.arange(token.shape[1]) > 0, OTHERS, 0)
-        if known is not None:
-            kind += jnp.where((here[..., None] == known).any(axis=-1), AGREED, 0)
+        kind += jnp.where((here[..., None] == known).any(axis=-1), AGREED, 0)
         return jnp.where(logprob > -jnp.inf, jnp.log(rates[kind]), -jnp.inf), kind
 
     def judge(grown: Grown, passes: Array) -> _Weighed:
@@ -334,13 +328,13 @@ def _weigh(
         first = (jnp.arange(made.rows) < made.size)[:, None] & (jnp.arange(made.branch) == 0)[None]
         exists = (candidates.score > -jnp.inf) | first.reshape(-1)
         nodes = Nodes(hashes, above, candidates.depth, grown.kind.reshape(-1), exists.astype(jnp.float32))
-        covered = jnp.zeros(hashes.shape)  # what copies have below each proposal
-        if copies is not None:
-            has_row = (made.child_row >= 0).reshape(-1)
-            candidates, others = join(candidates, hashes, has_row, made.size > 0, copies, rates)
-            nodes = concatenate(nodes, others)
-            chance, parent = jnp.exp(candidates.score[hashes.size :]), candidates.parent[hashes.size :]
-            covered = covered.at[jnp.where(parent >= 0, parent, candidates.score.size)].max(chance, mode="drop")
+        has_row = (made.child_row >= 0).reshape(-1)
+        candidates, others = join(candidates, hashes, has_row, made.size > 0, copies, rates)
+        nodes = concatenate(nodes, others)
+        # What copies have below each proposal.
+        chance, parent = jnp.exp(candidates.score[hashes.size :]), candidates.parent[hashes.size :]
+        above = jnp.where(parent >= 0, parent, candidates.score.size)
+        covered = jnp.zeros(hashes.shape).at[above].max(chance, mode="drop")
         begun = costs.rounds + costs.draft_overhead
         spent = begun + costs.draft * passes
         candidates, count, gain = keep_best(candidates, spent)
@@ -373,18 +367,23 @@ def _weigh(
         weighed = _Weighed(start, passes, *jax.lax.cond(wanted, draft, draft_nothing))
         weighed = jax.lax.while_loop(lambda weighed: weighed.goes_on, grow, weighed)
     root = text.token[text.length - 1]
-    # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
-    batch = jax.lax.cond(
-        wanted | (prospect.num_copied > 0),
-        lambda: pack_best(root, weighed.candidates, num_rows),
-        lambda: root_alone(root, num_rows),
-    )
+    batch = pack_wanted(prospect, root, weighed.candidates, num_rows)
     sequence = dataclasses.replace(sequence, cache=weighed.grown.cache)
     kept = None if state.tree is None else weighed.grown.tree
     state = dataclasses.replace(state, sequence=sequence, tree=kept, nodes=weighed.nodes)
     # Drafts in a row lack no tokens that plain rounds decoded.
     state = note_draft(state, prospect, weighed.candidates.score, weighed.passes - caught_up, idle)
     return state, Draft(batch, weighed.passes, watch=copied.watch)
+
+
+def pack_wanted(prospect: Prospect, root: Array, candidates: Candidates, num_rows: int) -> Batch:
+    """The best candidates below `root`, int32 [], where a draft was made or copies pay; else the root alone."""
+    # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
+    return jax.lax.cond(
+        prospect.wanted | (prospect.num_copied > 0),
+        lambda: pack_best(root, candidates, num_rows),
+        lambda: root_alone(root, num_rows),
+    )
 
 
 def note_draft(state: TreeState, prospect: Prospect, score: Array, passes: Array, idle: Array) -> TreeState:

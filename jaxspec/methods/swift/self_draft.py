@@ -172,7 +172,7 @@ class SelfDrafter(Drafter):
     ) -> tuple[SequenceState, ChainMemory, Draft]:
         return self._draft(params.target, target, state, verified, request, *self._choice)
 
-    def skip(self, params: ModelParams, state: ChainMemory, verified: Verified) -> ChainMemory:
+    def skip(self, params: ModelParams, state: ChainMemory, verified: Verified, flush: bool = False) -> ChainMemory:
         return self._skip(state, verified)
 
     def adopt(self, layers: LayerSet) -> bool:

@@ -5,12 +5,13 @@ import math
 from pathlib import Path
 from typing import ClassVar
 
+from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.files import checkpoint_digest
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
-from jaxspec.methods.core.settings import check_flag, check_layers, check_range, log_threshold
+from jaxspec.methods.core.settings import log_threshold
 from jaxspec.methods.swift.runner import DraftTimer, SwiftRunner
 from jaxspec.methods.swift.search import LayerSearch, SearchSettings
 from jaxspec.methods.swift.self_draft import LEVELS, ChainSettings
@@ -73,10 +74,10 @@ class Swift(Method):
     search_settings: ClassVar[SearchSettings] = SearchSettings()  # the paper's figures
 
     def __post_init__(self):
-        check_range("length", self.length, 1, LONGEST)
-        check_range("steps", self.steps, 1, 10**6)
+        check_int("length", self.length, 1, LONGEST)
+        check_int("steps", self.steps, 1, 10**6)
         if self.num_draft_tokens is not None:
-            check_range("num_draft_tokens", self.num_draft_tokens, self.length, 1023)
+            check_int("num_draft_tokens", self.num_draft_tokens, self.length, 1023)
         for name in ("ratio", "share", *(() if self.threshold is None else ("threshold",))):
             log_threshold(name, getattr(self, name))
         if self.ratio >= 1:
@@ -85,7 +86,7 @@ class Swift(Method):
         if len(self.siblings) != len(LEVELS) + 1:
             raise ConfigError(f"siblings has {len(self.siblings)} numbers, one for each of {len(LEVELS) + 1} levels")
         for count in self.siblings:
-            check_range("siblings", count, 1, 32)
+            check_int("siblings", count, 1, 32)
         for name in ("layers", "task", "layers_file"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(f"{name} must be text, got {getattr(self, name)!r}")
@@ -95,7 +96,6 @@ class Swift(Method):
             raise ConfigError(f"layers names the set, so nothing is searched: leave out {', '.join(idle)}")
         if not self.task:
             raise ConfigError("task must not be empty")
-        check_flag("adaptive", self.adaptive)
 
     @property
     def num_rows(self) -> int:
@@ -118,7 +118,7 @@ class Swift(Method):
     def check(self, models: Models) -> None:
         if models.target.resident_layers is not None:
             raise ConfigError("method swift drafts with the target's own layers, which offload streams: use another")
-        check_layers(self, models)
+        super().check(models)
         self._fixed(models.target)
         if max(self.siblings) > models.target.num_tokens:
             raise ConfigError(

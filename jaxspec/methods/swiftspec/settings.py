@@ -3,12 +3,13 @@
 import dataclasses
 from typing import ClassVar
 
+from jaxspec.config import check_int
 from jaxspec.errors import ConfigError
 from jaxspec.methods.base import NO_STORE, Method, Store
 from jaxspec.methods.core.draft_passes import RANKINGS, Ranking, tree_proposals
 from jaxspec.methods.core.round import Models
 from jaxspec.methods.core.runner import Runner
-from jaxspec.methods.core.settings import check_branch, check_choice, check_range
+from jaxspec.methods.core.settings import check_branch, check_choice
 from jaxspec.methods.swiftspec.draft_tree import Growth
 from jaxspec.methods.swiftspec.runner import SwiftSpecRunner
 
@@ -65,23 +66,20 @@ class SwiftSpec(Method):
     own_devices: ClassVar[bool] = True
 
     def __post_init__(self):
-        check_range("num_draft_tokens", self.num_draft_tokens, 1, 1023)
-        check_range("width", self.width, 1, 1024)
+        check_int("num_draft_tokens", self.num_draft_tokens, 1, 1023)
+        check_int("width", self.width, 1, 1024)
         if self.depth is not None:
-            check_range("depth", self.depth, 1, 128)
+            check_int("depth", self.depth, 1, 128)
         if self.refill is not None:
-            check_range("refill", self.refill, 0, 128)
+            check_int("refill", self.refill, 0, 128)
         for name, default, low in (
             ("branch", max(self.num_draft_tokens, self.width), 1),
             ("survivors", max(8 * self.width, self.num_rows), 2),
         ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
-            check_range(name, getattr(self, name), low, LARGEST_TREE)
+            check_int(name, getattr(self, name), low, LARGEST_TREE)
         check_choice("ranking", self.ranking, RANKINGS)
-        for name in ("adaptive", "overlap", "reuse", "leaves"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, got {value!r}")
         if self.adaptive and not self.overlap:
             raise ConfigError("adaptive growth lasts as long as the target verifies: it needs overlap")
         if (rows := self.growth().rows) > LARGEST_TREE:
