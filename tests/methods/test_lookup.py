@@ -100,7 +100,7 @@ def nothing_proposed(count=1):
 def merged(text, settings):
     """Everything that was found, as a batch that holds it all."""
     rates = init_acceptance().rates()
-    copies = find_copies(text, rates, settings)
+    copies = find_copies(text, match_lengths(text, settings.ngram), rates, settings)
     candidates, nodes = join(*nothing_proposed(), jnp.bool_(False), copies, rates)
     return pack_best(jnp.int32(0), candidates, candidates.token.shape[0] + 1), candidates, nodes
 
@@ -110,7 +110,8 @@ def test_equal_hashes_of_other_depths_join_nothing():
     own, level = jnp.array([505, 25499]), jnp.array([1, 2])
     hashes = jnp.cumsum(path_terms(own, level), dtype=jnp.uint32)
     rates = init_acceptance().rates()
-    copies = find_copies(text_of([3, 7912, 777, 9, 3]), rates, CopySettings(ngram=1, candidates=1, length=3))
+    text, settings = text_of([3, 7912, 777, 9, 3]), CopySettings(ngram=1, candidates=1, length=3)
+    copies = find_copies(text, match_lengths(text, 1), rates, settings)
     assert hashes[1] == copies.hash[0, 0]
     proposed = Candidates(own, jnp.array([-1, 0]), level, jnp.log(jnp.array([0.9, 0.8])))
     found, _ = join(proposed, hashes, jnp.array([True, False]), jnp.bool_(True), copies, rates)
@@ -142,21 +143,27 @@ def test_the_longest_match_is_that_of_lists():
         longest = max((length for length, _ in occurrences(text, method)), default=0)
         assert int(match_lengths(text_of(text), method.ngram).max()) == longest
         # What was decoded since is a part of the text.
-        verified = Verified(jnp.array([*text[-2:], 7]), jnp.int32(2), jnp.zeros(3, int), jnp.zeros(3))
         for least in range(1, method.ngram + 1) if len(text) > 2 else ():
-            watch = Watch(text_of(text[:-2]), jnp.int32(least), method.ngram)
-            assert bool(watch.finds(verified)) == (longest >= least)
+            before = text_of(text[:-2])
+            watch = Watch(before, match_lengths(before, method.ngram), jnp.int32(least), method.ngram)
+            for token in text[-2:]:
+                watch = watch.append(jnp.int32(token))
+            assert bool(watch.found) == (longest >= least)
+            np.testing.assert_array_equal(watch.matched, match_lengths(watch.text, method.ngram))
 
 
 def test_fewer_tokens_must_match_where_rows_cost_less():
     """By the rates that are believed at first, a free row is worth it after one token, and a dear one never."""
     rates, rows = init_acceptance().rates(), np.arange(16.0)
     shapes = CostModel(1 + rows).shapes(PLACEMENT)
-    least = [
-        int(least_match(rates, dataclasses.replace(shapes, rounds=jnp.array(1 + cost * rows)), 15))
+    found = [
+        tuple(map(int, least_match(rates, dataclasses.replace(shapes, rounds=jnp.array(1 + cost * rows)), 15)))
         for cost in (0.0, 0.05, 0.2, 0.5, 10.0)
     ]
-    assert least == sorted(least) and least[0] == 1 and 1 < least[2] < len(PRIOR_COPY) < least[-1]
+    usual, well = zip(*found, strict=True)
+    for least in (usual, well):
+        assert list(least) == sorted(least) and least[0] == 1 and 1 < least[3] and len(PRIOR_COPY) < least[-1]
+    assert all(one <= other for one, other in found) and usual != well
 
 
 def test_plain_decoding_ends_where_something_can_be_copied():
@@ -310,7 +317,8 @@ def test_longer_matches_are_never_worth_less():
 def test_what_two_sources_propose_is_one_node():
     """A draft with children 3 and 7 of the root, and 8 below 3; the text offers 3-4 and 5."""
     rates, settings = init_acceptance().rates(), CopySettings(ngram=2, candidates=4, length=2)
-    copies = jax.jit(find_copies, static_argnums=2)(text_of([1, 2, 3, 4, 2, 5, 6, 1, 2]), rates, settings)
+    text = text_of([1, 2, 3, 4, 2, 5, 6, 1, 2])
+    copies = jax.jit(find_copies, static_argnums=3)(text, match_lengths(text, settings.ngram), rates, settings)
     tree = jax.jit(plant)(init_tree(2, 2), jnp.int32(2), jnp.array([3, 7]), jnp.log(jnp.array([0.5, 0.25])))
     has_row = jnp.zeros(4, bool)
     candidates, nodes = jax.jit(join)(

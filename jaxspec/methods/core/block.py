@@ -30,6 +30,7 @@ from jaxspec.methods.core.tree_round import (
     TreeSettings,
     TreeState,
     find_and_join,
+    find_suffix,
     note_draft,
     pack_wanted,
     take_in,
@@ -142,11 +143,12 @@ def _weigh(
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Draft as far as it pays: nothing, copies, or the best prefixes of a block that copies join."""
     stats, sequence = state.stats, state.sequence
-    copied = find_and_join(settings, state, costs)
+    suffix = find_suffix(settings, state, costs)
+    copied = find_and_join(settings, state, suffix)
     assert stats is not None and sequence is not None
     beside = 1.0 if features.first_order else BESIDE
     first = [place_kind(1 + place, jnp.bool_(False), jnp.int32(0)) - PLACES for place in range(settings.places)]
-    rates, ratios = copied.rates, stats.place_ratios(beside)
+    rates, ratios = suffix.rates, stats.place_ratios(beside)
     chain = jnp.cumprod(jnp.minimum(stats.mean_rate() * ratios[jnp.stack(first)], SUREST))
     drafting, one, idle = costs.draft + costs.draft_overhead, jnp.ones(settings.places), state.idle + verified.count
     prospect = weigh_prospect(copied.candidates.score, chain, one, stats, costs, idle, state.patience)
@@ -176,7 +178,7 @@ def _weigh(
     batch = pack_wanted(prospect, root, candidates, settings.num_rows)
     state = dataclasses.replace(state, sequence=dataclasses.replace(sequence, cache=cache), nodes=nodes)
     passes = prospect.wanted.astype(jnp.int32)
-    return note_draft(state, prospect, candidates.score, passes, idle), Draft(batch, passes, watch=copied.watch)
+    return note_draft(state, prospect, candidates.score, passes, idle), Draft(batch, passes, watch=suffix.watch)
 
 
 def _correct(

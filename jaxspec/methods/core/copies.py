@@ -20,6 +20,8 @@ EARLIER_TOKENS, EARLIER_MATCH = 4096, 4
 NO_ANSWERS = np.zeros(0, np.int32)
 # Gain over plain decoding that copies must promise to end a round of several tokens, and a match that no text has.
 WORTH_A_ROUND, NO_MATCH = 1.3, 1 << 20
+# Matches of so many tokens are looked at though they seem not to pay: what becomes of them is learned.
+ALWAYS_LOOKED_AT = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ def keep_answer(earlier: np.ndarray, answer: Sequence[int]) -> np.ndarray:
 
 
 def match_lengths(text: Text, ngram: int) -> Array:
-    """How many tokens before each place of the text are its last ones, int32 [S], at most `ngram`; 0 where too few.
+    """How many tokens up to each place of the text are its last ones, int32 [S], at most `ngram`.
 
     An occurrence is known by its last place; it is compared backwards with the end of the text.
     """
@@ -68,7 +70,13 @@ def match_lengths(text: Text, ngram: int) -> Array:
         shifted = jax.lax.pad(text.token, jnp.int32(-1), [(back, -back, 0)])
         going &= (shifted == text.token[jnp.maximum(last - back, 0)]) & (last - back >= text.start)
         matched += going
-    return jnp.where((place < text.start) & (matched < min(EARLIER_MATCH, ngram)), 0, matched)
+    return matched
+
+
+def long_enough(text: Text, matched: Array, ngram: int) -> Array:
+    """`match_lengths` in which matches with earlier texts are 0 where they are too short, int32 [S]."""
+    in_earlier = jnp.arange(text.token.shape[0], dtype=jnp.int32) < text.start
+    return jnp.where(in_earlier & (matched < min(EARLIER_MATCH, ngram)), 0, matched)
 
 
 @pytree
@@ -76,12 +84,22 @@ class Watch:
     """What ends plain decoding: the last tokens of the text stand in it already, so that copies are worth a round."""
 
     text: Text
+    matched: Array  # int32 [S], its `match_lengths`
     least: Array  # int32 [], tokens that must match
     ngram: int = static()  # most that are compared
 
-    def finds(self, verified: Verified) -> Array:
-        """Whether it is so after what was decoded since, bool []."""
-        return match_lengths(self.text.append(verified), self.ngram).max() >= self.least
+    def append(self, token: Array) -> "Watch":
+        """The same after a further token, int32 []: a match goes on at the place after it, or begins anew."""
+        last, place = self.text.length, jnp.arange(self.matched.shape[0], dtype=jnp.int32)
+        text = dataclasses.replace(self.text, token=self.text.token.at[last].set(token), length=last + 1)
+        before = jnp.pad(self.matched[:-1], (1, 0))
+        goes_on = (self.text.token == token) & (place < last)
+        return dataclasses.replace(self, text=text, matched=jnp.where(goes_on, jnp.minimum(before + 1, self.ngram), 0))
+
+    @property
+    def found(self) -> Array:
+        """Whether enough tokens match, bool []."""
+        return long_enough(self.text, self.matched, self.ngram).max() >= self.least
 
 
 @pytree
@@ -144,14 +162,14 @@ def learn(stats: AcceptanceStats, nodes: Nodes, verified: Verified) -> Acceptanc
     return stats.update(nodes.kind, jnp.where(tried, nodes.weight, 0.0), accepted)
 
 
-def find_copies(text: Text, rates: Array, settings: CopySettings) -> Copies:
+def find_copies(text: Text, matched: Array, rates: Array, settings: CopySettings) -> Copies:
     """Continuations of earlier occurrences of the text's suffix: longest matches first, then the most recent.
 
-    `rates` are those of `AcceptanceStats`.
+    `matched` are its `match_lengths`, `rates` those of `AcceptanceStats`.
     """
+    matched = long_enough(text, matched, settings.ngram)
     C, L = min(settings.candidates, text.token.shape[0]), settings.length
     place, last = jnp.arange(text.token.shape[0], dtype=jnp.int32), text.length - 1
-    matched = match_lengths(text, settings.ngram)
     # XLA sorts all of an array of integers on a CPU, and none of floats, which hold these integers exactly up to 2**24:
     # for 8 tokens that match in a text of 1.8 million.
     order = jnp.where(matched > 0, matched * place.size + place, -1).astype(jnp.float32)
@@ -179,13 +197,17 @@ def find_copies(text: Text, rates: Array, settings: CopySettings) -> Copies:
     return Copies(token, first, own, hashes, kind, share, logprob)
 
 
-def least_match(rates: Array, costs: PlacedCosts, length: int) -> Array:
-    """How many tokens must match so that copies of up to `length` tokens pay well, int32 []."""
+def least_match(rates: Array, costs: PlacedCosts, length: int) -> tuple[Array, Array]:
+    """How many tokens must match so that copies of up to `length` tokens pay, and pay well; int32 [] each.
+
+    That is for a single chain: what several occurrences bring together is no more.
+    """
     rows = jnp.arange(min(length, costs.rounds.shape[0] - 1))
     chances = jnp.cumprod(rates[copy_kind(jnp.arange(1, CONTRADICTED)[:, None] + rows)], axis=1)
     gain = ((1 + jnp.cumsum(chances, axis=1)) / costs.rounds[1 + rows]).max(axis=1) * costs.rounds[0]
-    pays = gain > WORTH_A_ROUND
-    return jnp.where(pays.any(), 1 + jnp.argmax(pays), NO_MATCH).astype(jnp.int32)
+    pays = gain > jnp.array([1.0, WORTH_A_ROUND])[:, None]
+    usual, well = jnp.where(pays.any(axis=1), 1 + jnp.argmax(pays, axis=1), NO_MATCH).astype(jnp.int32)
+    return usual, well
 
 
 def proposal_hashes(tree: Tree) -> tuple[Array, Array]:

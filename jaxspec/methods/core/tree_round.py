@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.methods.core.copies import (
+    ALWAYS_LOOKED_AT,
     Copies,
     CopySettings,
     Nodes,
@@ -22,6 +23,7 @@ from jaxspec.methods.core.copies import (
     join,
     learn,
     least_match,
+    match_lengths,
     no_nodes,
     path_terms,
     proposal_hashes,
@@ -197,14 +199,50 @@ def draft_round(
         batch = select_batch(grown.tree, settings.num_rows)
         sequence = dataclasses.replace(sequence, cache=grown.cache)
         return dataclasses.replace(state, sequence=sequence, tree=grown.tree), Draft(batch, passes)
-    copied = find_and_join(settings, state, costs)
+    suffix, unlearned = find_suffix(settings, state, costs), state.nodes
+    assert unlearned is not None
+    # No node counts.
+    blank = dataclasses.replace(unlearned, weight=jnp.zeros_like(unlearned.weight))
+
+    def propose(state: TreeState) -> tuple[TreeState, Draft]:
+        if model is not None and costs is not None:
+            return _weigh(model, settings, state, verified, history, costs, suffix)
+        copied = find_and_join(settings, state, suffix)
+        candidates = copied.candidates if costs is None else keep_best(copied.candidates, costs.rounds)[0]
+        batch = pack_best(state.text.token[state.text.length - 1], candidates, settings.num_rows)
+        return dataclasses.replace(state, nodes=copied.nodes), Draft(batch, jnp.int32(0))
+
+    wanted = suffix.may_pay
     if model is not None and costs is not None:
-        return _weigh(model, settings, state, verified, history, costs, copied)
-    candidates = copied.candidates
-    if costs is not None:
-        candidates, _, _ = keep_best(candidates, costs.rounds)
-    batch = pack_best(state.text.token[state.text.length - 1], candidates, settings.num_rows)
-    return leave(state, verified, copied.nodes), Draft(batch, jnp.int32(0), watch=copied.watch)
+        wanted |= _may_ask(model, settings, state, verified, costs)
+    nothing = Draft(root_alone(state.text.token[state.text.length - 1], settings.num_rows), jnp.int32(0))
+    # Programs of many small operations take a millisecond after a pass has used the caches: a round in which nothing
+    # can pay should have few. A loop of at most one turn: a conditional would copy the cache.
+    _, state, draft = jax.lax.while_loop(
+        lambda carry: carry[0], lambda carry: (jnp.bool_(False), *propose(carry[1])),
+        (wanted, leave(state, verified, blank), nothing),
+    )  # fmt: skip
+    return state, dataclasses.replace(draft, watch=suffix.watch)
+
+
+def _may_ask(
+    model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, costs: PlacedCosts
+) -> Array:
+    """Whether the draft model may be asked where no copies pay, or has to take something in: bool []."""
+    stats, features = state.stats, model.placement.cfg.features
+    assert stats is not None
+    idle = state.idle + verified.count
+
+    def ask() -> Array:
+        length = jnp.arange(1, settings.depth + 1)
+        none = jnp.full(1, -jnp.inf)
+        return weigh_prospect(none, stats.mean_rate() ** length, length, stats, costs, idle, state.patience).wanted
+
+    # After a draft it is weighed beside copies, and not twice.
+    asked = jax.lax.cond((state.idle > 0) & (costs.draft < NEVER), ask, lambda: costs.draft < NEVER)
+    if state.unfed is not None and features is not None and features.kind == "assistant":
+        asked |= ~state.unfed.has_room(verified)
+    return asked
 
 
 def leave(state: TreeState, verified: Verified, nodes: Nodes | None) -> TreeState:
@@ -213,28 +251,44 @@ def leave(state: TreeState, verified: Verified, nodes: Nodes | None) -> TreeStat
     return dataclasses.replace(state, idle=state.idle + verified.count, tree=tree, nodes=nodes)
 
 
+class Suffix(NamedTuple):
+    """Where the text's last tokens occurred before."""
+
+    matched: Array  # int32 [S], see `match_lengths`
+    rates: Array  # of the state's `AcceptanceStats`
+    may_pay: Array  # bool [], whether copies may pay, or something is to be learned of them
+    watch: Watch  # for copies that may come
+
+
+def find_suffix(settings: TreeSettings, state: TreeState, costs: PlacedCosts | None) -> Suffix:
+    """Whether the text's last tokens occurred before, so that copies may pay."""
+    assert settings.copies is not None and state.stats is not None
+    ngram, rates = settings.copies.ngram, state.stats.rates()
+    matched, least, well = match_lengths(state.text, ngram), jnp.int32(1), jnp.int32(1)
+    if costs is not None:
+        least, well = least_match(rates, costs, settings.copies.length)
+    least = jnp.minimum(least, min(ALWAYS_LOOKED_AT, ngram))
+    may_pay = Watch(state.text, matched, least, ngram).found
+    return Suffix(matched, rates, may_pay, Watch(state.text, matched, well, ngram))
+
+
 class Copied(NamedTuple):
     """What is copied in a round."""
 
     copies: Copies
     candidates: Candidates  # the copies alone; in front, as many proposals that do not exist as a draft may make
     nodes: Nodes
-    rates: Array  # of the state's `AcceptanceStats`
-    watch: Watch  # for copies that may come
 
 
-def find_and_join(settings: TreeSettings, state: TreeState, costs: PlacedCosts | None) -> Copied:
+def find_and_join(settings: TreeSettings, state: TreeState, suffix: Suffix) -> Copied:
     """Copies of earlier text, without a draft's proposals."""
     count = settings.proposals
     zero, none = jnp.zeros(count, jnp.int32), no_nodes(num_observed(settings))
     nothing = Candidates(zero, zero - 1, zero + 1, jnp.full(count, -jnp.inf))
-    assert settings.copies is not None and state.stats is not None
-    rates = state.stats.rates()
-    copies = find_copies(state.text, rates, settings.copies)
-    candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, rates)
-    least = jnp.int32(1) if costs is None else least_match(rates, costs, settings.copies.length)
-    watch = Watch(state.text, least, settings.copies.ngram)
-    return Copied(copies, candidates, concatenate(none, nodes), rates, watch)
+    assert settings.copies is not None
+    copies = find_copies(state.text, suffix.matched, suffix.rates, settings.copies)
+    candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, suffix.rates)
+    return Copied(copies, candidates, concatenate(none, nodes))
 
 
 def _search(
@@ -291,14 +345,14 @@ class _Weighed:
 
 def _weigh(
     model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, history: History,
-    costs: PlacedCosts, copied: Copied,
+    costs: PlacedCosts, suffix: Suffix,
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Draft as far as it pays: nothing, copies, or a tree of the model that copies join."""
-    text, stats, sequence = state.text, state.stats, state.sequence
-    copies, rates, tree = copied.copies, copied.rates, init_tree(settings.tree_rows, settings.branch)
+    text, stats, sequence, copied = state.text, state.stats, state.sequence, find_and_join(settings, state, suffix)
+    copies, rates, tree = copied.copies, suffix.rates, init_tree(settings.tree_rows, settings.branch)
     assert stats is not None and sequence is not None
     num_rows, width, mean = settings.num_rows, settings.width, stats.mean_rate()
-    length, idle = jnp.arange(1, settings.depth + 1), state.idle + verified.count
+    length, idle = jnp.arange(1, settings.depth + 1), state.idle
     produced = text.length - text.start
     prospect = weigh_prospect(copied.candidates.score, mean**length, length, stats, costs, idle, state.patience)
     wanted, (alone, _, _) = prospect.wanted, keep_best(copied.candidates, costs.rounds)
@@ -373,7 +427,7 @@ def _weigh(
     state = dataclasses.replace(state, sequence=sequence, tree=kept, nodes=weighed.nodes)
     # Drafts in a row lack no tokens that plain rounds decoded.
     state = note_draft(state, prospect, weighed.candidates.score, weighed.passes - caught_up, idle)
-    return state, Draft(batch, weighed.passes, watch=copied.watch)
+    return state, Draft(batch, weighed.passes)
 
 
 def pack_wanted(prospect: Prospect, root: Array, candidates: Candidates, num_rows: int) -> Batch:

@@ -144,12 +144,16 @@ def decode_steps(
             most = jnp.where(has_ended(state, request, target.vocab), jnp.minimum(steps, 1), steps)
 
             def run(carry: tuple) -> tuple:
-                done = step(carry[0][1].count, carry[0])
+                done, watch, _ = carry
+                done = step(done[1].count, done)
                 stops = has_ended(done[0], request, target.vocab)
-                return done, stops if watch is None else stops | watch.finds(done[1])
+                if watch is not None:
+                    watch = watch.append(done[0].root)
+                    stops |= watch.found
+                return done, watch, stops
 
-            (state, verified), _ = jax.lax.while_loop(
-                lambda carry: (carry[0][1].count < most) & ~carry[1], run, (start, jnp.bool_(False))
+            (state, verified), *_ = jax.lax.while_loop(
+                lambda carry: (carry[0][1].count < most) & ~carry[2], run, (start, watch, jnp.bool_(False))
             )
     new = jnp.arange(max_path) < verified.count
     history = update_history(before, verified.tokens, new, target.vocab, generated=True)
