@@ -19,6 +19,7 @@ from jaxspec.methods.core.cost_model import (
     OTHERS,
     PLACES,
     SUREST,
+    CopyProspect,
     PlacedCosts,
     class_of,
     keep_best,
@@ -151,7 +152,9 @@ def _weigh(
     rates, ratios = suffix.rates, stats.place_ratios(beside)
     chain = jnp.cumprod(jnp.minimum(stats.mean_rate() * ratios[jnp.stack(first)], SUREST))
     drafting, one, idle = costs.draft + costs.draft_overhead, jnp.ones(settings.places), state.idle + verified.count
-    prospect = weigh_prospect(copied.candidates.score, chain, one, stats, costs, idle, state.patience)
+    plain, count, gain = keep_best(copied.candidates, costs.rounds)
+    copies = CopyProspect(count, gain, jnp.exp(copied.candidates.score.max()))
+    prospect = weigh_prospect(copies, chain, one, stats, costs, idle, state.patience)
 
     def draft(carry: tuple) -> tuple:
         cache, _, _, _ = carry
@@ -171,7 +174,6 @@ def _weigh(
         return cache, keep_best(candidates, costs.rounds + drafting)[0], observed, jnp.bool_(False)
 
     # A loop of at most one turn: a conditional would copy the cache.
-    plain = keep_best(copied.candidates, costs.rounds)[0]
     start = sequence.cache, plain, copied.nodes, prospect.wanted
     cache, candidates, nodes, _ = jax.lax.while_loop(lambda carry: carry[3], draft, start)
     root = verified.tokens[verified.count - 1]

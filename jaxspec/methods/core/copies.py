@@ -91,7 +91,8 @@ class Watch:
     def append(self, token: Array) -> "Watch":
         """The same after a further token, int32 []: a match goes on at the place after it, or begins anew."""
         last, place = self.text.length, jnp.arange(self.matched.shape[0], dtype=jnp.int32)
-        text = dataclasses.replace(self.text, token=self.text.token.at[last].set(token), length=last + 1)
+        tokens = jax.lax.dynamic_update_index_in_dim(self.text.token, token, last, 0)
+        text = dataclasses.replace(self.text, token=tokens, length=last + 1)
         before = jnp.pad(self.matched[:-1], (1, 0))
         goes_on = (self.text.token == token) & (place < last)
         return dataclasses.replace(self, text=text, matched=jnp.where(goes_on, jnp.minimum(before + 1, self.ngram), 0))

@@ -32,6 +32,7 @@ from jaxspec.methods.core.cost_model import (
     AGREED,
     OTHERS,
     AcceptanceStats,
+    CopyProspect,
     PlacedCosts,
     Prospect,
     class_of,
@@ -229,20 +230,16 @@ def _may_ask(
     model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, costs: PlacedCosts
 ) -> Array:
     """Whether the draft model may be asked where no copies pay, or has to take something in: bool []."""
-    stats, features = state.stats, model.placement.cfg.features
+    stats, idle = state.stats, state.idle + verified.count
     assert stats is not None
-    idle = state.idle + verified.count
 
     def ask() -> Array:
-        length = jnp.arange(1, settings.depth + 1)
-        none = jnp.full(1, -jnp.inf)
+        length, none = jnp.arange(1, settings.depth + 1), CopyProspect(jnp.int32(0), jnp.float32(1), jnp.float32(0))
         return weigh_prospect(none, stats.mean_rate() ** length, length, stats, costs, idle, state.patience).wanted
 
     # After a draft it is weighed beside copies, and not twice.
     asked = jax.lax.cond((state.idle > 0) & (costs.draft < NEVER), ask, lambda: costs.draft < NEVER)
-    if state.unfed is not None and features is not None and features.kind == "assistant":
-        asked |= ~state.unfed.has_room(verified)
-    return asked
+    return asked | _has_to_take(model, state, verified)
 
 
 def leave(state: TreeState, verified: Verified, nodes: Nodes | None) -> TreeState:
@@ -348,15 +345,58 @@ def _weigh(
     costs: PlacedCosts, suffix: Suffix,
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Draft as far as it pays: nothing, copies, or a tree of the model that copies join."""
-    text, stats, sequence, copied = state.text, state.stats, state.sequence, find_and_join(settings, state, suffix)
-    copies, rates, tree = copied.copies, suffix.rates, init_tree(settings.tree_rows, settings.branch)
+    stats, copied = state.stats, find_and_join(settings, state, suffix)
+    assert stats is not None
+    alone, count, gain = keep_best(copied.candidates, costs.rounds)
+    copies = CopyProspect(count, gain, jnp.exp(copied.candidates.score.max()))
+    length, no = jnp.arange(1, settings.depth + 1), jnp.bool_(False)
+    prospect = jax.lax.cond(
+        costs.draft < NEVER,
+        lambda: weigh_prospect(copies, stats.mean_rate() ** length, length, stats, costs, state.idle, state.patience),
+        lambda: Prospect(no, no, no, count),
+    )
+
+    def ask(carry: tuple) -> tuple:
+        return no, *_grow(model, settings, carry[1], verified, history, costs, copied, suffix.rates, prospect.wanted)
+
+    # A loop of at most one turn: a conditional would copy the cache.
+    start = (
+        prospect.wanted | _has_to_take(model, state, verified),
+        state,
+        alone,
+        copied.nodes,
+        jnp.int32(0),
+        jnp.int32(0),
+    )
+    _, state, candidates, nodes, passes, missed = jax.lax.while_loop(lambda carry: carry[0], ask, start)
+    batch = pack_wanted(prospect, state.text.token[state.text.length - 1], candidates, settings.num_rows)
+    # Drafts in a row lack no tokens that plain rounds decoded.
+    state = dataclasses.replace(state, nodes=nodes)
+    return note_draft(state, prospect, candidates.score, passes - missed, state.idle), Draft(batch, passes)
+
+
+def _has_to_take(model: DraftModel, state: TreeState, verified: Verified) -> Array:
+    """Whether the draft model takes in tokens though it is not asked: an assistant without room for more; bool []."""
+    features = model.placement.cfg.features
+    if state.unfed is None or features is None or features.kind != "assistant":
+        return jnp.bool_(False)
+    return ~state.unfed.has_room(verified)
+
+
+def _grow(
+    model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, history: History,
+    costs: PlacedCosts, copied: Copied, rates: Array, wanted: Array,
+) -> tuple[TreeState, Candidates, Nodes, Array, Array]:  # fmt: skip
+    """Take in what the draft lacks; where `wanted`, bool [], grow a tree that copies join, as far as that pays.
+
+    Returns the state, the tokens that are worth their rows, all that was proposed, draft passes, and how many of these
+    took in what plain rounds had decoded before.
+    """
+    text, stats, sequence = state.text, state.stats, state.sequence
+    copies, tree = copied.copies, init_tree(settings.tree_rows, settings.branch)
     assert stats is not None and sequence is not None
     num_rows, width, mean = settings.num_rows, settings.width, stats.mean_rate()
-    length, idle = jnp.arange(1, settings.depth + 1), state.idle
     produced = text.length - text.start
-    prospect = weigh_prospect(copied.candidates.score, mean**length, length, stats, costs, idle, state.patience)
-    wanted, (alone, _, _) = prospect.wanted, keep_best(copied.candidates, costs.rounds)
-
     if state.unfed is None:
         (hidden, cache, passes), own = _catch_up(model, sequence.cache, text, wanted), None
     else:
@@ -415,19 +455,16 @@ def _weigh(
         return judged.candidates, judged.nodes, judged.value, judged.goes_on
 
     def draft_nothing() -> tuple[Candidates, Nodes, Array, Array]:
+        alone, _, _ = keep_best(copied.candidates, costs.rounds)
         return alone, copied.nodes, jnp.zeros(tree.rows * tree.branch), jnp.bool_(False)
 
     with jax.named_scope("draft/grow"):
         weighed = _Weighed(start, passes, *jax.lax.cond(wanted, draft, draft_nothing))
         weighed = jax.lax.while_loop(lambda weighed: weighed.goes_on, grow, weighed)
-    root = text.token[text.length - 1]
-    batch = pack_wanted(prospect, root, weighed.candidates, num_rows)
     sequence = dataclasses.replace(sequence, cache=weighed.grown.cache)
     kept = None if state.tree is None else weighed.grown.tree
-    state = dataclasses.replace(state, sequence=sequence, tree=kept, nodes=weighed.nodes)
-    # Drafts in a row lack no tokens that plain rounds decoded.
-    state = note_draft(state, prospect, weighed.candidates.score, weighed.passes - caught_up, idle)
-    return state, Draft(batch, weighed.passes)
+    state = dataclasses.replace(state, sequence=sequence, tree=kept)
+    return state, weighed.candidates, weighed.nodes, weighed.passes, caught_up
 
 
 def pack_wanted(prospect: Prospect, root: Array, candidates: Candidates, num_rows: int) -> Batch:
