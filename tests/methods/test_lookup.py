@@ -15,10 +15,10 @@ from tiny_pairs import count_on, counting
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.copies import (
     EARLIER_TOKENS,
+    MOST_WATCHED,
     CopySettings,
     Nodes,
     Text,
-    Watch,
     find_copies,
     join,
     keep_answer,
@@ -27,6 +27,7 @@ from jaxspec.methods.core.copies import (
     match_lengths,
     path_terms,
     proposal_hashes,
+    watch_text,
 )
 from jaxspec.methods.core.cost_model import (
     COPIES,
@@ -145,11 +146,13 @@ def test_the_longest_match_is_that_of_lists():
         # What was decoded since is a part of the text.
         for least in range(1, method.ngram + 1) if len(text) > 2 else ():
             before = text_of(text[:-2])
-            watch = Watch(before, match_lengths(before, method.ngram), jnp.int32(least), method.ngram)
-            for token in text[-2:]:
-                watch = watch.append(jnp.int32(token))
-            assert bool(watch.found) == (longest >= least)
-            np.testing.assert_array_equal(watch.matched, match_lengths(watch.text, method.ngram))
+            watch = watch_text(before, match_lengths(before, method.ngram), jnp.int32(least), method.ngram)
+            for index, token in enumerate(text[-2:]):
+                watch, found = watch.append(jnp.int32(token), jnp.int32(index))
+            # Of places before the last two tokens.
+            expected = np.asarray(match_lengths(text_of(text), method.ngram))[: len(text) - 2]
+            np.testing.assert_array_equal(watch.matched[MOST_WATCHED - 2 :][: len(expected)], expected)
+            assert bool(found) == (expected.max(initial=0) >= least)
 
 
 def test_fewer_tokens_must_match_where_rows_cost_less():
@@ -167,16 +170,14 @@ def test_fewer_tokens_must_match_where_rows_cost_less():
 
 
 def test_plain_decoding_ends_where_something_can_be_copied():
-    """A drafter that weighs nothing copies whatever it finds, so that no token but the last one occurred before."""
+    """A drafter that weighs nothing copies whatever it finds: no token but a round's last one occurred before it."""
     case = Case("llama", 1, "none", PromptLookup(adaptive=False))
     text, several = [5, 6, 7], 0
     rounds = run(engine_of(case), params_of(case), text, 100, 3, temperature=1.5)
     for emitted in rounds[:-1]:
         several += len(emitted.tokens) > 1 and not emitted.drafted
-        for token in () if emitted.drafted else emitted.tokens[:-1]:
-            assert token not in text
-            text.append(token)
-        text = [*text, emitted.tokens[-1]] if not emitted.drafted else [*text, *emitted.tokens]
+        assert emitted.drafted or not set(emitted.tokens[:-1]) & set(text)
+        text += emitted.tokens
     assert several and any(emitted.drafted for emitted in rounds)
 
 

@@ -18,8 +18,9 @@ _TOKEN_FACTOR, _DEPTH_FACTOR = 2654435761, 1640531527
 # Tokens of earlier answers that are kept, and how many must match there: fewer match everywhere.
 EARLIER_TOKENS, EARLIER_MATCH = 4096, 4
 NO_ANSWERS = np.zeros(0, np.int32)
-# Gain over plain decoding that copies must promise to end a round of several tokens, and a match that no text has.
-WORTH_A_ROUND, NO_MATCH = 1.3, 1 << 20
+# Gain over plain decoding that copies must promise to end a round of several tokens, and a match that no text has. Most
+# tokens of such a round.
+WORTH_A_ROUND, NO_MATCH, MOST_WATCHED = 1.3, 1 << 20, 16
 # Matches of so many tokens are looked at though they seem not to pay: what becomes of them is learned.
 ALWAYS_LOOKED_AT = 3
 
@@ -73,34 +74,39 @@ def match_lengths(text: Text, ngram: int) -> Array:
     return matched
 
 
-def long_enough(text: Text, matched: Array, ngram: int) -> Array:
-    """`match_lengths` in which matches with earlier texts are 0 where they are too short, int32 [S]."""
-    in_earlier = jnp.arange(text.token.shape[0], dtype=jnp.int32) < text.start
-    return jnp.where(in_earlier & (matched < min(EARLIER_MATCH, ngram)), 0, matched)
+def long_enough(is_earlier: Array, matched: Array, ngram: int) -> Array:
+    """`match_lengths` that are 0 where they are too short, int32 [S]; `is_earlier`, bool [S]: places of other texts."""
+    return jnp.where(is_earlier & (matched < min(EARLIER_MATCH, ngram)), 0, matched)
 
 
 @pytree
 class Watch:
-    """What ends plain decoding: the last tokens of the text stand in it already, so that copies are worth a round."""
+    """What ends plain decoding: its last tokens stand in the text already, so that copies are worth a round.
 
-    text: Text
-    matched: Array  # int32 [S], its `match_lengths`
+    Whether they stand among the tokens of the same dispatch is not looked for.
+    """
+
+    text: Text  # without the tokens that were decoded since
+    # int32 [S], how many tokens match up to each place. That of the place after n further tokens stands where the
+    # place itself stood, so that nothing moves: it begins `MOST_WATCHED` places before the text.
+    matched: Array
     least: Array  # int32 [], tokens that must match
     ngram: int = static()  # most that are compared
 
-    def append(self, token: Array) -> "Watch":
-        """The same after a further token, int32 []: a match goes on at the place after it, or begins anew."""
-        last, place = self.text.length, jnp.arange(self.matched.shape[0], dtype=jnp.int32)
-        tokens = jax.lax.dynamic_update_index_in_dim(self.text.token, token, last, 0)
-        text = dataclasses.replace(self.text, token=tokens, length=last + 1)
-        before = jnp.pad(self.matched[:-1], (1, 0))
-        goes_on = (self.text.token == token) & (place < last)
-        return dataclasses.replace(self, text=text, matched=jnp.where(goes_on, jnp.minimum(before + 1, self.ngram), 0))
+    def append(self, token: Array, index: Array) -> tuple["Watch", Array]:
+        """The same after token `index` since the text, int32 [] each; also whether enough tokens match, bool []."""
+        size = self.matched.shape[0]
+        place = jnp.arange(size, dtype=jnp.int32) + (index + 1 - MOST_WATCHED)
+        padded = jnp.pad(self.text.token, (MOST_WATCHED, 0), constant_values=-1)
+        goes_on = (jax.lax.dynamic_slice_in_dim(padded, index + 1, size) == token) & (place < self.text.length)
+        matched = jnp.where(goes_on, jnp.minimum(self.matched + 1, self.ngram), 0)
+        found = long_enough(place < self.text.start, matched, self.ngram).max() >= self.least
+        return dataclasses.replace(self, matched=matched), found
 
-    @property
-    def found(self) -> Array:
-        """Whether enough tokens match, bool []."""
-        return long_enough(self.text, self.matched, self.ngram).max() >= self.least
+
+def watch_text(text: Text, matched: Array, least: Array, ngram: int) -> Watch:
+    """Watch what follows a text with these `match_lengths`."""
+    return Watch(text, jnp.pad(matched, (MOST_WATCHED, 0))[: matched.shape[0]], least, ngram)
 
 
 @pytree
@@ -152,6 +158,14 @@ def path_terms(token: Array, depth: Array) -> Array:
 
 def learn(stats: AcceptanceStats, nodes: Nodes, verified: Verified) -> AcceptanceStats:
     """Count what the verified text says of the nodes: those below its path were tried, whether verified or not."""
+    nothing = jnp.zeros((), jnp.int32)
+    return jax.lax.cond(
+        (nodes.weight > 0).any(), lambda: _learn(stats, nodes, verified),
+        lambda: stats.note_outcome(nothing, verified.count),
+    )  # fmt: skip
+
+
+def _learn(stats: AcceptanceStats, nodes: Nodes, verified: Verified) -> AcceptanceStats:
     depth = jnp.arange(1, verified.tokens.shape[0] + 1, dtype=jnp.int32)
     path = jnp.cumsum(path_terms(verified.tokens, depth), dtype=jnp.uint32)
     path = jnp.concatenate([jnp.zeros(1, jnp.uint32), path])
@@ -168,9 +182,9 @@ def find_copies(text: Text, matched: Array, rates: Array, settings: CopySettings
 
     `matched` are its `match_lengths`, `rates` those of `AcceptanceStats`.
     """
-    matched = long_enough(text, matched, settings.ngram)
     C, L = min(settings.candidates, text.token.shape[0]), settings.length
     place, last = jnp.arange(text.token.shape[0], dtype=jnp.int32), text.length - 1
+    matched = long_enough(place < text.start, matched, settings.ngram)
     # XLA sorts all of an array of integers on a CPU, and none of floats, which hold these integers exactly up to 2**24:
     # for 8 tokens that match in a text of 1.8 million.
     order = jnp.where(matched > 0, matched * place.size + place, -1).astype(jnp.float32)

@@ -23,10 +23,12 @@ from jaxspec.methods.core.copies import (
     join,
     learn,
     least_match,
+    long_enough,
     match_lengths,
     no_nodes,
     path_terms,
     proposal_hashes,
+    watch_text,
 )
 from jaxspec.methods.core.cost_model import (
     AGREED,
@@ -265,8 +267,9 @@ def find_suffix(settings: TreeSettings, state: TreeState, costs: PlacedCosts | N
     if costs is not None:
         least, well = least_match(rates, costs, settings.copies.length)
     least = jnp.minimum(least, min(ALWAYS_LOOKED_AT, ngram))
-    may_pay = Watch(state.text, matched, least, ngram).found
-    return Suffix(matched, rates, may_pay, Watch(state.text, matched, well, ngram))
+    is_earlier = jnp.arange(matched.shape[0]) < state.text.start
+    may_pay = long_enough(is_earlier, matched, ngram).max() >= least
+    return Suffix(matched, rates, may_pay, watch_text(state.text, matched, well, ngram))
 
 
 class Copied(NamedTuple):

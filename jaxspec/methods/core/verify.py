@@ -148,8 +148,8 @@ def decode_steps(
                 done = step(done[1].count, done)
                 stops = has_ended(done[0], request, target.vocab)
                 if watch is not None:
-                    watch = watch.append(done[0].root)
-                    stops |= watch.found
+                    watch, found = watch.append(done[0].root, done[1].count - 1)
+                    stops |= found
                 return done, watch, stops
 
             (state, verified), *_ = jax.lax.while_loop(
