@@ -62,7 +62,8 @@ class StructuredOutputs:
             if not isinstance(getattr(self, name), kind | None):
                 raise ConfigError(f"structured_outputs.{name} is of the wrong type: {shown(getattr(self, name))}")
         if self.choice is not None:
-            if isinstance(self.choice, str) or not all(isinstance(one, str) and one for one in self.choice):
+            texts = not isinstance(self.choice, str) and all(isinstance(one, str) and one for one in self.choice)
+            if not texts or not self.choice:
                 raise ConfigError(f"structured_outputs.choice must be a list of texts, got {shown(self.choice)}")
             object.__setattr__(self, "choice", tuple(self.choice))
 

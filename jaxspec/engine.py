@@ -132,7 +132,8 @@ class Engine:
         if sampling.structured_outputs is not None:
             if hosts.several():
                 raise ConfigError("structured_outputs need one process")
-            self.runner.constrain()
+            if self._runner is not None:
+                self._runner.constrain()
         make_request(sampling, 0, vocab, self.target.padded_vocab)  # a bias may name what is not there
         room = self.max_context - len(prompt)
         if room < 1:

@@ -245,6 +245,8 @@ class LLM:
         session_memory = None if config.session_memory is None else int(config.session_memory)
         engine = Engine(models, method, config.max_context, store, session_memory, room)
         devices = _check_processes(opened, engine, config)
+        self._parts = Internals(engine, ModelParams({}), plan, devices)
+        self._before_compiling()
         # Weights load while XLA compiles: both leave the interpreter lock for most of their time.
         with ThreadPoolExecutor(1) as pool:
             loading = pool.submit(opened.load, models, config.offload, self._cache_folder)
@@ -254,6 +256,10 @@ class LLM:
         self._parts = Internals(engine, params, plan, devices)
         remember_program(self._start, models.target.plan, engine.runner.programs)
         hosts.gather("loaded", True)
+
+    def _before_compiling(self) -> None:
+        """The tokenizer and the model's configuration are known; nothing was compiled yet."""
+        return None
 
     def follow(self) -> None:
         """The worker loop of a process other than 0: run the commands of process 0 until it ends."""
@@ -305,15 +311,10 @@ class LLM:
         Raises:
           ConfigError: a prompt is empty or does not fit; nothing was computed then.
         """
-        batch = _is_batch(prompt)
-        prompts: list[Any] = [*prompt] if batch else [prompt]
-        samplings = _one_each(sampling_params, len(prompts))
-        if _is_conversation(prompts) or any(_is_conversation(p) for p in prompts):
-            raise ConfigError("generate takes text or token ids; chat answers conversations, and stream takes either")
-        encoded = [self.encode(p) for p in prompts]
-        requests = [self._check(ids, sampling) for ids, sampling in zip(encoded, samplings, strict=True)]
-        completions = [self._complete(Turn(ids), sampling) for ids, sampling in zip(encoded, requests, strict=True)]
-        return completions if batch else completions[0]
+        completions = [
+            self._complete(Turn(ids), sampling) for ids, sampling in read_requests(self, prompt, sampling_params)
+        ]
+        return completions if _is_batch(prompt) else completions[0]
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
@@ -472,6 +473,29 @@ class LLM:
         yield dataclasses.replace(event, completion=completion)
 
 
+def read_requests(llm: LLM, prompt: Any, sampling_params: Any = None) -> list[tuple[list[int], SamplingParams]]:
+    """The token ids of each prompt, and how it is decoded; refuses what `generate` refuses, and computes nothing."""
+    prompts: list[Any] = [*prompt] if _is_batch(prompt) else [prompt]
+    samplings = _one_each(sampling_params, len(prompts))
+    if _is_conversation(prompts) or any(_is_conversation(p) for p in prompts):
+        raise ConfigError("generate takes text or token ids; chat answers conversations, and stream takes either")
+    encoded = [llm.encode(p) for p in prompts]
+    return [(ids, llm._check(ids, sampling)) for ids, sampling in zip(encoded, samplings, strict=True)]
+
+
+class LLMForRequest(LLM):
+    """An `LLM` that calls `check` with itself before anything is compiled: what it cannot answer is refused at once."""
+
+    def __init__(self, check: Callable[[LLM], object], **options: Any):
+        """Load, place and compile; `options` are those of `LLM`."""
+        self._check_request = check
+        super().__init__(**options)
+
+    def _before_compiling(self) -> None:
+        if not hosts.several():  # the others would wait for this one
+            self._check_request(self)
+
+
 class ModelOptions(EngineSettings, total=False):
     """The keywords of `generate`: those of `LLM` in one process."""
 
@@ -510,7 +534,7 @@ def generate(prompt: Any, sampling_params: Any = None, **options: Unpack[ModelOp
         raise ConfigError(f"an option of generate has a value that no option takes: {shown(options)}") from error
     if key not in _loaded:
         _loaded.clear()  # before the new one comes: two models may not fit into memory
-        _loaded[key] = LLM(**given)
+        _loaded[key] = LLMForRequest(lambda llm: read_requests(llm, prompt, sampling_params), **given)
     return _loaded[key].generate(prompt, sampling_params)
 
 

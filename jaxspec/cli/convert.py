@@ -64,7 +64,8 @@ def _run(src: str, dst: Path, dtype: str, quantize: str | None, layers: int | No
             file=sys.stderr,
         )
     source = _find_source(src)
-    source_bytes = math.inf if quantize is None else _check_rounding(source, quantize)
+    # With a dtype, too, it is refused.
+    source_bytes = math.inf if quantize is None or dtype != "auto" else _check_rounding(source, quantize)
     console = Console(stderr=True)
     size = TextColumn("{task.fields[size]}")
     columns = (TextColumn("tensors"), MofNCompleteColumn(), BarColumn(), size, TimeRemainingColumn())

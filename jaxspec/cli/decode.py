@@ -127,10 +127,17 @@ def app(
     text = "" if interactive or worker else _read_prompt(prompt, prompt_file)
     with waiting("loading the model and compiling its programs") as show:
         with without_collection():
-            from jaxspec.llm import LLM  # heavy imports only now: --help and usage errors answer at once
+            # Heavy imports only now: --help and usage errors answer at once.
+            from jaxspec.llm import LLMForRequest, read_requests
 
             sampling = sampling_options(options)
-            llm = LLM(**model_options(options), method=method_from(options), distributed=processes_from(options))
+
+            def check(llm: "LLM") -> None:
+                if not interactive:
+                    read_requests(llm, llm.encode(_messages(llm, text, options)), sampling)
+
+            settings = {**model_options(options), "method": method_from(options)}
+            llm = LLMForRequest(check, **settings, distributed=processes_from(options))
         if ran_as_worker(llm, NAME):
             return
         if interactive:

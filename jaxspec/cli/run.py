@@ -63,9 +63,8 @@ def command(name: str, *groups: Options, extra_words: bool = False) -> Callable[
             del values["version"]
             if generated:
                 taken = {option: values.pop(option) for option in generated}
-                given = {option: value for option, value in taken.items() if value not in (None, [])}
-                values["given"] = given | ({"numerics": "exact"} if given.pop("exact", False) else {})
-            run_command(name, lambda: function(**values))
+                values["given"] = {option: value for option, value in taken.items() if value not in (None, [])}
+            run_command(name, lambda: function(**_settle_exact(values)))
 
         parameters: list[inspect.Parameter] = []
         for parameter in own.values():
@@ -88,6 +87,14 @@ def command(name: str, *groups: Options, extra_words: bool = False) -> Callable[
         return app
 
     return decorate
+
+
+def _settle_exact(values: dict[str, Any]) -> dict[str, Any]:
+    """The values with `--exact` as the setting that it stands for; ConfigError: `--numerics` says something else."""
+    given = values.get("given", {})
+    if given.pop("exact", False) and given.setdefault("numerics", "exact") != "exact":
+        raise ConfigError(f"--exact and --numerics {given['numerics']} exclude each other: give one of them")
+    return values
 
 
 def run_app(app: typer.Typer, name: str) -> None:

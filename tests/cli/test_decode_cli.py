@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import jaxspec
+from jaxspec import ConfigError, SamplingParams, __version__
 from jaxspec import __main__ as module_commands
-from jaxspec import __version__
 
 COMMAND = str(Path(sys.executable).with_name("jaxspec-decode"))
 
@@ -201,3 +202,24 @@ def test_a_prompt_that_the_locale_does_not_know_is_refused(decode):
     """As Python gives the bytes of an argument under LC_ALL=C."""
     done = decode("\udce6\udc9d\udcb1")
     assert done.status == 2 and "LC_ALL=C.UTF-8" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("-n", "9000", "w1"), "exceed the context"),
+        (("--stop-token-id", "999999", "w1"), "stop_token_ids names token 999999"),
+        (("--regex", "(", "w1"), "unclosed group"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_is_compiled(words, problem, tiny_model, decode, monkeypatch):
+    monkeypatch.setattr("jaxspec.engine.Engine.prepare", lambda *_: pytest.fail("it compiles"))
+    done = decode("-m", tiny_model, "--method", "ar", *words)
+    assert done.status == 2 and problem in done.err
+    with pytest.raises(ConfigError, match="exceed the context"):
+        jaxspec.generate([1], SamplingParams(max_tokens=9000), model=str(tiny_model), method="ar")
+
+
+def test_two_words_for_numerics_agree(decode):
+    done = decode("--exact", "--numerics", "fast", "w1")
+    assert done.status == 2 and "--exact and --numerics fast exclude each other" in done.err

@@ -231,6 +231,7 @@ def test_an_expression_that_explodes_ends_with_one_error_or_works(regex):
         ({"regex": 3}, "regex is of the wrong type"),
         ({"choice": "abc"}, "list of texts"),
         ({"choice": [""]}, "list of texts"),
+        ({"choice": []}, "list of texts"),
         ({"json_object": "yes"}, "json_object is of the wrong type"),
     ],
 )

@@ -5,6 +5,7 @@ Longer than 400 lines because what is weighed and what is grown are one program.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +65,6 @@ from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History
 from jaxspec.tree.table import num_prefixes
 from jaxspec.tree.tree import (
-    Batch,
     Candidates,
     Tree,
     follow,
@@ -209,7 +209,15 @@ def draft_round(
 
     def propose(state: TreeState) -> tuple[TreeState, Draft]:
         if model is not None and costs is not None:
-            return _weigh(model, settings, state, verified, history, costs, suffix)
+            assert state.stats is not None
+            length = jnp.arange(1, settings.depth + 1)
+
+            def grow(state: TreeState, copied: Copied, wanted: Array) -> tuple:
+                assert model is not None and costs is not None
+                return _grow(model, settings, state, verified, history, costs, copied, suffix.rates, wanted)
+
+            chain, takes = state.stats.mean_rate() ** length, _has_to_take(model, state, verified)
+            return weigh(settings, state, costs, suffix, chain, length, grow, takes)
         copied = find_and_join(settings, state, suffix)
         candidates = copied.candidates if costs is None else keep_best(copied.candidates, costs.rounds)[0]
         batch = pack_best(state.text.token[state.text.length - 1], candidates, settings.num_rows)
@@ -343,39 +351,41 @@ class _Weighed:
     goes_on: Array  # bool [], whether a further pass is worth its time
 
 
-def _weigh(
-    model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, history: History,
-    costs: PlacedCosts, suffix: Suffix,
+def weigh(
+    settings: TreeSettings, state: TreeState, costs: PlacedCosts, suffix: Suffix, chain: Array, passes: Array,
+    grow: Callable[[TreeState, Copied, Array], tuple], takes: Array,
 ) -> tuple[TreeState, Draft]:  # fmt: skip
-    """Draft as far as it pays: nothing, copies, or a tree of the model that copies join."""
+    """Draft as far as it pays: nothing, copies, or what the model proposes, which copies join.
+
+    `chain` and `passes` are those of `weigh_prospect`. Where the model is asked, or `takes` something in, bool [],
+    `grow` is given the state, the copies and whether it is asked. It returns the state, the tokens that are worth their
+    rows, all that was proposed, draft passes, and how many of these took in what plain rounds had decoded before.
+    """
     stats, copied = state.stats, find_and_join(settings, state, suffix)
     assert stats is not None
     alone, count, gain = keep_best(copied.candidates, costs.rounds)
     copies = CopyProspect(count, gain, jnp.exp(copied.candidates.score.max()))
-    length, no = jnp.arange(1, settings.depth + 1), jnp.bool_(False)
+    no, zero = jnp.bool_(False), jnp.int32(0)
     prospect = jax.lax.cond(
         costs.draft < NEVER,
-        lambda: weigh_prospect(copies, stats.mean_rate() ** length, length, stats, costs, state.idle, state.patience),
+        lambda: weigh_prospect(copies, chain, passes, stats, costs, state.idle, state.patience),
         lambda: Prospect(no, no, no, count),
     )
-
-    def ask(carry: tuple) -> tuple:
-        return no, *_grow(model, settings, carry[1], verified, history, costs, copied, suffix.rates, prospect.wanted)
-
     # A loop of at most one turn: a conditional would copy the cache.
-    start = (
-        prospect.wanted | _has_to_take(model, state, verified),
-        state,
-        alone,
-        copied.nodes,
-        jnp.int32(0),
-        jnp.int32(0),
+    start = prospect.wanted | takes, state, alone, copied.nodes, zero, zero
+    _, state, candidates, nodes, made, missed = jax.lax.while_loop(
+        lambda carry: carry[0], lambda carry: (no, *grow(carry[1], copied, prospect.wanted)), start
     )
-    _, state, candidates, nodes, passes, missed = jax.lax.while_loop(lambda carry: carry[0], ask, start)
-    batch = pack_wanted(prospect, state.text.token[state.text.length - 1], candidates, settings.num_rows)
+    root = state.text.token[state.text.length - 1]
+    # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
+    batch = jax.lax.cond(
+        prospect.wanted | (prospect.num_copied > 0),
+        lambda: pack_best(root, candidates, settings.num_rows),
+        lambda: root_alone(root, settings.num_rows),
+    )
     # Drafts in a row lack no tokens that plain rounds decoded.
-    state = dataclasses.replace(state, nodes=nodes)
-    return note_draft(state, prospect, candidates.score, passes - missed, state.idle), Draft(batch, passes)
+    state = note_draft(dataclasses.replace(state, nodes=nodes), prospect, candidates.score, made - missed)
+    return state, Draft(batch, made)
 
 
 def _has_to_take(model: DraftModel, state: TreeState, verified: Verified) -> Array:
@@ -392,8 +402,7 @@ def _grow(
 ) -> tuple[TreeState, Candidates, Nodes, Array, Array]:  # fmt: skip
     """Take in what the draft lacks; where `wanted`, bool [], grow a tree that copies join, as far as that pays.
 
-    Returns the state, the tokens that are worth their rows, all that was proposed, draft passes, and how many of these
-    took in what plain rounds had decoded before.
+    The results are those of `grow` in `weigh`.
     """
     text, stats, sequence = state.text, state.stats, state.sequence
     copies, tree = copied.copies, init_tree(settings.tree_rows, settings.branch)
@@ -470,28 +479,15 @@ def _grow(
     return state, weighed.candidates, weighed.nodes, weighed.passes, caught_up
 
 
-def pack_wanted(prospect: Prospect, root: Array, candidates: Candidates, num_rows: int) -> Batch:
-    """The best candidates below `root`, int32 [], where a draft was made or copies pay; else the root alone."""
-    # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
-    return jax.lax.cond(
-        prospect.wanted | (prospect.num_copied > 0),
-        lambda: pack_best(root, candidates, num_rows),
-        lambda: root_alone(root, num_rows),
-    )
-
-
-def note_draft(state: TreeState, prospect: Prospect, score: Array, passes: Array, idle: Array) -> TreeState:
-    """Remember a draft whose tokens have these scores, float32 [N], and the tokens since the model was asked.
-
-    It says, too, after how many of these the model is asked again for nothing.
-    """
+def note_draft(state: TreeState, prospect: Prospect, score: Array, passes: Array) -> TreeState:
+    """Remember a draft whose tokens have these scores, float32 [N], and when the model is asked again for nothing."""
     assert state.stats is not None
     backoff = jnp.where(prospect.retry, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
     counts = prospect.wanted & (prospect.num_copied == 0)
     return dataclasses.replace(
         state,
         stats=state.stats.note_draft((score > -jnp.inf).sum(), passes, counts),
-        idle=jnp.where(prospect.wanted, 0, idle),
+        idle=jnp.where(prospect.wanted, 0, state.idle),
         patience=jnp.where(prospect.pays, FIRST_PATIENCE, backoff),
     )
 

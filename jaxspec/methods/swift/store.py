@@ -10,6 +10,7 @@ from typing import Any
 from jaxspec.errors import ConfigError
 from jaxspec.files import write_whole
 from jaxspec.methods.swift.search import LayerSearch
+from jaxspec.runtime.program import warn_once
 
 FORMAT = "jaxspec layer sets 5"
 KEY = ("digest", "task", "ratio")
@@ -89,7 +90,7 @@ class LayerStore:
     def _refuse(self, problem: str, error: Exception) -> None:
         if self.strict:
             raise ConfigError(problem) from error
-        logging.getLogger(__name__).warning("%s; what was found before is not used", problem)
+        warn_once(f"{problem}; what was found before is not used")
 
 
 def _load(search: LayerSearch, entry: dict[str, Any]) -> Exception | None:
