@@ -24,7 +24,6 @@ from jaxspec.methods.core.cost_model import (
     PRIOR_WEIGHT,
     USUAL_KEPT,
     AcceptanceStats,
-    CopyProspect,
     PlacedCosts,
     class_of,
     init_acceptance,
@@ -109,7 +108,7 @@ def test_greedy_texts_say_nothing_of_sampled_ones():
 
 def test_drafts_are_asked_for_what_they_brought_and_more_while_little_is_known():
     costs = PlacedCosts(jnp.array([1.0, 1.4, 1.6, 1.8]), jnp.float32(0.1), jnp.float32(0.05))
-    blank, never = CopyProspect(jnp.int32(0), jnp.float32(1), jnp.float32(0)), jnp.int32(1 << 20)
+    blank, never = jnp.full(2, -jnp.inf), jnp.int32(1 << 20)
 
     @jax.jit
     def step(stats, verified, counts):

@@ -285,7 +285,7 @@ def test_costs_of_a_busy_machine_are_corrected(store):
     assert (begun.figures, begun.round_cost, begun.draft_cost) == ("measured", 3.1, 0.1)
     SlowClock().times(engine.runner)
     drafted = 0
-    for _ in range(5):
+    for _ in range(4):
         rounds = run(engine, params_of(CASE, "copy"), PROMPT, 200, seed=3)
         assert tokens_of(rounds)[:200] == tokens_of(plain(CASE.family, PROMPT, 200, 3))[:200]
         drafted += sum(one.draft_passes > 0 for one in rounds)

@@ -15,10 +15,10 @@ from tiny_pairs import count_on, counting
 from jaxspec.config import SamplingParams
 from jaxspec.methods.core.copies import (
     EARLIER_TOKENS,
-    MOST_WATCHED,
     CopySettings,
     Nodes,
     Text,
+    Watch,
     find_copies,
     join,
     keep_answer,
@@ -27,7 +27,6 @@ from jaxspec.methods.core.copies import (
     match_lengths,
     path_terms,
     proposal_hashes,
-    watch_text,
 )
 from jaxspec.methods.core.cost_model import (
     COPIES,
@@ -101,7 +100,7 @@ def nothing_proposed(count=1):
 def merged(text, settings):
     """Everything that was found, as a batch that holds it all."""
     rates = init_acceptance().rates()
-    copies = find_copies(text, match_lengths(text, settings.ngram), rates, settings)
+    copies = find_copies(text, rates, settings)
     candidates, nodes = join(*nothing_proposed(), jnp.bool_(False), copies, rates)
     return pack_best(jnp.int32(0), candidates, candidates.token.shape[0] + 1), candidates, nodes
 
@@ -111,8 +110,7 @@ def test_equal_hashes_of_other_depths_join_nothing():
     own, level = jnp.array([505, 25499]), jnp.array([1, 2])
     hashes = jnp.cumsum(path_terms(own, level), dtype=jnp.uint32)
     rates = init_acceptance().rates()
-    text, settings = text_of([3, 7912, 777, 9, 3]), CopySettings(ngram=1, candidates=1, length=3)
-    copies = find_copies(text, match_lengths(text, 1), rates, settings)
+    copies = find_copies(text_of([3, 7912, 777, 9, 3]), rates, CopySettings(ngram=1, candidates=1, length=3))
     assert hashes[1] == copies.hash[0, 0]
     proposed = Candidates(own, jnp.array([-1, 0]), level, jnp.log(jnp.array([0.9, 0.8])))
     found, _ = join(proposed, hashes, jnp.array([True, False]), jnp.bool_(True), copies, rates)
@@ -144,40 +142,34 @@ def test_the_longest_match_is_that_of_lists():
         longest = max((length for length, _ in occurrences(text, method)), default=0)
         assert int(match_lengths(text_of(text), method.ngram).max()) == longest
         # What was decoded since is a part of the text.
+        verified = Verified(jnp.array([*text[-2:], 7]), jnp.int32(2), jnp.zeros(3, int), jnp.zeros(3))
         for least in range(1, method.ngram + 1) if len(text) > 2 else ():
-            before = text_of(text[:-2])
-            watch = watch_text(before, match_lengths(before, method.ngram), jnp.int32(least), method.ngram)
-            for index, token in enumerate(text[-2:]):
-                watch, found = watch.append(jnp.int32(token), jnp.int32(index))
-            # Of places before the last two tokens.
-            expected = np.asarray(match_lengths(text_of(text), method.ngram))[: len(text) - 2]
-            np.testing.assert_array_equal(watch.matched[MOST_WATCHED - 2 :][: len(expected)], expected)
-            assert bool(found) == (expected.max(initial=0) >= least)
+            watch = Watch(text_of(text[:-2]), jnp.int32(least), method.ngram)
+            assert bool(watch.finds(verified)) == (longest >= least)
 
 
 def test_fewer_tokens_must_match_where_rows_cost_less():
     """By the rates that are believed at first, a free row is worth it after one token, and a dear one never."""
     rates, rows = init_acceptance().rates(), np.arange(16.0)
     shapes = CostModel(1 + rows).shapes(PLACEMENT)
-    found = [
-        tuple(map(int, least_match(rates, dataclasses.replace(shapes, rounds=jnp.array(1 + cost * rows)), 15)))
+    least = [
+        int(least_match(rates, dataclasses.replace(shapes, rounds=jnp.array(1 + cost * rows)), 15))
         for cost in (0.0, 0.05, 0.2, 0.5, 10.0)
     ]
-    usual, well = zip(*found, strict=True)
-    for least in (usual, well):
-        assert list(least) == sorted(least) and least[0] == 1 and 1 < least[3] and len(PRIOR_COPY) < least[-1]
-    assert all(one <= other for one, other in found) and usual != well
+    assert least == sorted(least) and least[0] == 1 and 1 < least[2] < len(PRIOR_COPY) < least[-1]
 
 
 def test_plain_decoding_ends_where_something_can_be_copied():
-    """A drafter that weighs nothing copies whatever it finds: no token but a round's last one occurred before it."""
+    """A drafter that weighs nothing copies whatever it finds, so that no token but the last one occurred before."""
     case = Case("llama", 1, "none", PromptLookup(adaptive=False))
     text, several = [5, 6, 7], 0
     rounds = run(engine_of(case), params_of(case), text, 100, 3, temperature=1.5)
     for emitted in rounds[:-1]:
         several += len(emitted.tokens) > 1 and not emitted.drafted
-        assert emitted.drafted or not set(emitted.tokens[:-1]) & set(text)
-        text += emitted.tokens
+        for token in () if emitted.drafted else emitted.tokens[:-1]:
+            assert token not in text
+            text.append(token)
+        text = [*text, emitted.tokens[-1]] if not emitted.drafted else [*text, *emitted.tokens]
     assert several and any(emitted.drafted for emitted in rounds)
 
 
@@ -318,8 +310,7 @@ def test_longer_matches_are_never_worth_less():
 def test_what_two_sources_propose_is_one_node():
     """A draft with children 3 and 7 of the root, and 8 below 3; the text offers 3-4 and 5."""
     rates, settings = init_acceptance().rates(), CopySettings(ngram=2, candidates=4, length=2)
-    text = text_of([1, 2, 3, 4, 2, 5, 6, 1, 2])
-    copies = jax.jit(find_copies, static_argnums=3)(text, match_lengths(text, settings.ngram), rates, settings)
+    copies = jax.jit(find_copies, static_argnums=2)(text_of([1, 2, 3, 4, 2, 5, 6, 1, 2]), rates, settings)
     tree = jax.jit(plant)(init_tree(2, 2), jnp.int32(2), jnp.array([3, 7]), jnp.log(jnp.array([0.5, 0.25])))
     has_row = jnp.zeros(4, bool)
     candidates, nodes = jax.jit(join)(

@@ -23,16 +23,16 @@ from jaxspec.methods.core.cost_model import (
     class_of,
     keep_best,
     place_kind,
+    weigh_prospect,
 )
 from jaxspec.methods.core.draft_passes import DraftModel, PathHistory
 from jaxspec.methods.core.tree_round import (
-    Copied,
     TreeSettings,
     TreeState,
-    find_suffix,
-    leave,
+    find_and_join,
+    note_draft,
+    pack_wanted,
     take_in,
-    weigh,
 )
 from jaxspec.methods.core.verify import Draft
 from jaxspec.models.config import ModelConfig
@@ -141,17 +141,20 @@ def _weigh(
     fill: Any,
 ) -> tuple[TreeState, Draft]:  # fmt: skip
     """Draft as far as it pays: nothing, copies, or the best prefixes of a block that copies join."""
-    state = leave(state, verified, state.nodes)
-    stats, suffix = state.stats, find_suffix(settings, state, costs)
-    assert stats is not None
+    stats, sequence = state.stats, state.sequence
+    copied = find_and_join(settings, state, costs)
+    assert stats is not None and sequence is not None
     beside = 1.0 if features.first_order else BESIDE
     first = [place_kind(1 + place, jnp.bool_(False), jnp.int32(0)) - PLACES for place in range(settings.places)]
-    rates, ratios = suffix.rates, stats.place_ratios(beside)
+    rates, ratios = copied.rates, stats.place_ratios(beside)
     chain = jnp.cumprod(jnp.minimum(stats.mean_rate() * ratios[jnp.stack(first)], SUREST))
+    drafting, one, idle = costs.draft + costs.draft_overhead, jnp.ones(settings.places), state.idle + verified.count
+    prospect = weigh_prospect(copied.candidates.score, chain, one, stats, costs, idle, state.patience)
 
-    def grow(state: TreeState, copied: Copied, wanted: Array) -> tuple:
-        assert state.sequence is not None
-        token, logprob, cache = fill(state)
+    def draft(carry: tuple) -> tuple:
+        cache, _, _, _ = carry
+        here = dataclasses.replace(state, sequence=dataclasses.replace(sequence, cache=cache))
+        token, logprob, cache = fill(here)
         correct = functools.partial(_correct, token, rates, ratios, copied.copies)
         candidates, notes = best_prefixes(token, logprob, settings.num_rows - 1, correct=correct)
         exists = (candidates.score > -jnp.inf).astype(jnp.float32)
@@ -162,13 +165,18 @@ def _weigh(
         above = jnp.where((candidates.parent >= 0) & (exists > 0), candidates.parent, exists.size)
         has_row = jnp.zeros(exists.shape, bool).at[above].set(True, mode="drop")
         candidates, others = join(candidates, nodes.hash, has_row, jnp.bool_(True), copied.copies, rates)
-        best, _, _ = keep_best(candidates, costs.rounds + costs.draft + costs.draft_overhead)
-        state = dataclasses.replace(state, sequence=dataclasses.replace(state.sequence, cache=cache))
-        return state, best, concatenate(observed, others), jnp.int32(1), jnp.int32(0)
+        observed = concatenate(observed, others)
+        return cache, keep_best(candidates, costs.rounds + drafting)[0], observed, jnp.bool_(False)
 
-    passes = jnp.ones(settings.places)
-    state, draft = weigh(settings, state, costs, suffix, chain, passes, grow, jnp.bool_(False))
-    return state, dataclasses.replace(draft, watch=suffix.watch)
+    # A loop of at most one turn: a conditional would copy the cache.
+    plain = keep_best(copied.candidates, costs.rounds)[0]
+    start = sequence.cache, plain, copied.nodes, prospect.wanted
+    cache, candidates, nodes, _ = jax.lax.while_loop(lambda carry: carry[3], draft, start)
+    root = verified.tokens[verified.count - 1]
+    batch = pack_wanted(prospect, root, candidates, settings.num_rows)
+    state = dataclasses.replace(state, sequence=dataclasses.replace(sequence, cache=cache), nodes=nodes)
+    passes = prospect.wanted.astype(jnp.int32)
+    return note_draft(state, prospect, candidates.score, passes, idle), Draft(batch, passes, watch=copied.watch)
 
 
 def _correct(

@@ -18,11 +18,8 @@ _TOKEN_FACTOR, _DEPTH_FACTOR = 2654435761, 1640531527
 # Tokens of earlier answers that are kept, and how many must match there: fewer match everywhere.
 EARLIER_TOKENS, EARLIER_MATCH = 4096, 4
 NO_ANSWERS = np.zeros(0, np.int32)
-# Gain over plain decoding that copies must promise to end a round of several tokens, and a match that no text has. Most
-# tokens of such a round.
-WORTH_A_ROUND, NO_MATCH, MOST_WATCHED = 1.3, 1 << 20, 16
-# Matches of so many tokens are looked at though they seem not to pay: what becomes of them is learned.
-ALWAYS_LOOKED_AT = 3
+# Gain over plain decoding that copies must promise to end a round of several tokens, and a match that no text has.
+WORTH_A_ROUND, NO_MATCH = 1.3, 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +57,7 @@ def keep_answer(earlier: np.ndarray, answer: Sequence[int]) -> np.ndarray:
 
 
 def match_lengths(text: Text, ngram: int) -> Array:
-    """How many tokens up to each place of the text are its last ones, int32 [S], at most `ngram`.
+    """How many tokens before each place of the text are its last ones, int32 [S], at most `ngram`; 0 where too few.
 
     An occurrence is known by its last place; it is compared backwards with the end of the text.
     """
@@ -71,42 +68,20 @@ def match_lengths(text: Text, ngram: int) -> Array:
         shifted = jax.lax.pad(text.token, jnp.int32(-1), [(back, -back, 0)])
         going &= (shifted == text.token[jnp.maximum(last - back, 0)]) & (last - back >= text.start)
         matched += going
-    return matched
-
-
-def long_enough(is_earlier: Array, matched: Array, ngram: int) -> Array:
-    """`match_lengths` that are 0 where they are too short, int32 [S]; `is_earlier`, bool [S]: places of other texts."""
-    return jnp.where(is_earlier & (matched < min(EARLIER_MATCH, ngram)), 0, matched)
+    return jnp.where((place < text.start) & (matched < min(EARLIER_MATCH, ngram)), 0, matched)
 
 
 @pytree
 class Watch:
-    """What ends plain decoding: its last tokens stand in the text already, so that copies are worth a round.
+    """What ends plain decoding: the last tokens of the text stand in it already, so that copies are worth a round."""
 
-    Whether they stand among the tokens of the same dispatch is not looked for.
-    """
-
-    text: Text  # without the tokens that were decoded since
-    # int32 [S], how many tokens match up to each place. That of the place after n further tokens stands where the
-    # place itself stood, so that nothing moves: it begins `MOST_WATCHED` places before the text.
-    matched: Array
+    text: Text
     least: Array  # int32 [], tokens that must match
     ngram: int = static()  # most that are compared
 
-    def append(self, token: Array, index: Array) -> tuple["Watch", Array]:
-        """The same after token `index` since the text, int32 [] each; also whether enough tokens match, bool []."""
-        size = self.matched.shape[0]
-        place = jnp.arange(size, dtype=jnp.int32) + (index + 1 - MOST_WATCHED)
-        padded = jnp.pad(self.text.token, (MOST_WATCHED, 0), constant_values=-1)
-        goes_on = (jax.lax.dynamic_slice_in_dim(padded, index + 1, size) == token) & (place < self.text.length)
-        matched = jnp.where(goes_on, jnp.minimum(self.matched + 1, self.ngram), 0)
-        found = long_enough(place < self.text.start, matched, self.ngram).max() >= self.least
-        return dataclasses.replace(self, matched=matched), found
-
-
-def watch_text(text: Text, matched: Array, least: Array, ngram: int) -> Watch:
-    """Watch what follows a text with these `match_lengths`."""
-    return Watch(text, jnp.pad(matched, (MOST_WATCHED, 0))[: matched.shape[0]], least, ngram)
+    def finds(self, verified: Verified) -> Array:
+        """Whether it is so after what was decoded since, bool []."""
+        return match_lengths(self.text.append(verified), self.ngram).max() >= self.least
 
 
 @pytree
@@ -158,14 +133,6 @@ def path_terms(token: Array, depth: Array) -> Array:
 
 def learn(stats: AcceptanceStats, nodes: Nodes, verified: Verified) -> AcceptanceStats:
     """Count what the verified text says of the nodes: those below its path were tried, whether verified or not."""
-    nothing = jnp.zeros((), jnp.int32)
-    return jax.lax.cond(
-        (nodes.weight > 0).any(), lambda: _learn(stats, nodes, verified),
-        lambda: stats.note_outcome(nothing, verified.count),
-    )  # fmt: skip
-
-
-def _learn(stats: AcceptanceStats, nodes: Nodes, verified: Verified) -> AcceptanceStats:
     depth = jnp.arange(1, verified.tokens.shape[0] + 1, dtype=jnp.int32)
     path = jnp.cumsum(path_terms(verified.tokens, depth), dtype=jnp.uint32)
     path = jnp.concatenate([jnp.zeros(1, jnp.uint32), path])
@@ -177,14 +144,14 @@ def _learn(stats: AcceptanceStats, nodes: Nodes, verified: Verified) -> Acceptan
     return stats.update(nodes.kind, jnp.where(tried, nodes.weight, 0.0), accepted)
 
 
-def find_copies(text: Text, matched: Array, rates: Array, settings: CopySettings) -> Copies:
+def find_copies(text: Text, rates: Array, settings: CopySettings) -> Copies:
     """Continuations of earlier occurrences of the text's suffix: longest matches first, then the most recent.
 
-    `matched` are its `match_lengths`, `rates` those of `AcceptanceStats`.
+    `rates` are those of `AcceptanceStats`.
     """
     C, L = min(settings.candidates, text.token.shape[0]), settings.length
     place, last = jnp.arange(text.token.shape[0], dtype=jnp.int32), text.length - 1
-    matched = long_enough(place < text.start, matched, settings.ngram)
+    matched = match_lengths(text, settings.ngram)
     # XLA sorts all of an array of integers on a CPU, and none of floats, which hold these integers exactly up to 2**24:
     # for 8 tokens that match in a text of 1.8 million.
     order = jnp.where(matched > 0, matched * place.size + place, -1).astype(jnp.float32)
@@ -212,17 +179,13 @@ def find_copies(text: Text, matched: Array, rates: Array, settings: CopySettings
     return Copies(token, first, own, hashes, kind, share, logprob)
 
 
-def least_match(rates: Array, costs: PlacedCosts, length: int) -> tuple[Array, Array]:
-    """How many tokens must match so that copies of up to `length` tokens pay, and pay well; int32 [] each.
-
-    That is for a single chain: what several occurrences bring together is no more.
-    """
+def least_match(rates: Array, costs: PlacedCosts, length: int) -> Array:
+    """How many tokens must match so that copies of up to `length` tokens pay well, int32 []."""
     rows = jnp.arange(min(length, costs.rounds.shape[0] - 1))
     chances = jnp.cumprod(rates[copy_kind(jnp.arange(1, CONTRADICTED)[:, None] + rows)], axis=1)
     gain = ((1 + jnp.cumsum(chances, axis=1)) / costs.rounds[1 + rows]).max(axis=1) * costs.rounds[0]
-    pays = gain > jnp.array([1.0, WORTH_A_ROUND])[:, None]
-    usual, well = jnp.where(pays.any(axis=1), 1 + jnp.argmax(pays, axis=1), NO_MATCH).astype(jnp.int32)
-    return usual, well
+    pays = gain > WORTH_A_ROUND
+    return jnp.where(pays.any(), 1 + jnp.argmax(pays), NO_MATCH).astype(jnp.int32)
 
 
 def proposal_hashes(tree: Tree) -> tuple[Array, Array]:

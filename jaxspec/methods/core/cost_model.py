@@ -175,29 +175,23 @@ class Prospect(NamedTuple):
     num_copied: Array  # int32 [], copied tokens that pay without it
 
 
-class CopyProspect(NamedTuple):
-    """What copies alone bring."""
-
-    count: Array  # int32 [], tokens that pay
-    gain: Array  # float32 [], the expected output with these
-    first: Array  # float32 [], the chance of the surest token
-
-
 def weigh_prospect(
-    copied: CopyProspect, chain: Array, passes: Array, stats: "AcceptanceStats", costs: PlacedCosts, idle: Array,
+    copied: Array, chain: Array, passes: Array, stats: "AcceptanceStats", costs: PlacedCosts, idle: Array,
     patience: Array,
 ) -> Prospect:  # fmt: skip
     """Weigh a draft that was not made yet against copies alone.
 
     Args:
-      copied: what these bring.
+      copied: float32 [N], scores of copied tokens.
       chain: float32 [L], the chance that the first 1, 2, ... tokens of a chain of the model are all accepted.
       passes: int32 [L], draft passes that these take.
       stats: what became of earlier drafts.
       costs: of rounds and draft passes.
       idle: int32 [], tokens since the model was asked; after `patience` it is asked though it seems not to pay.
     """
-    last, (num_copied, copy_gain, first_copy) = costs.rounds.shape[0] - 1, copied
+    last = costs.rounds.shape[0] - 1
+    num_copied, copy_gain = best_count(copied, costs.rounds)
+    first_copy = jnp.exp(copied.max())
     length, tokens = jnp.arange(1, chain.shape[0] + 1), jnp.cumsum(chain)
     alone = costs.rounds[jnp.minimum(length, last)] + costs.draft_overhead + costs.draft * passes
     best = jnp.argmax((1 + tokens) / alone)

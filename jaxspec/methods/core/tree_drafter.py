@@ -132,8 +132,7 @@ class TreeDrafter(Drafter):
             nodes = placement.replicated(jax.eval_shape(blank))
         text = Text(placement.array((capacity,), jnp.int32), scalar, scalar)
         if settings.copies is not None and watches:
-            watch = Watch(text, text.token, scalar, settings.copies.ngram)
-            self.shapes = dataclasses.replace(self.shapes, watch=watch)
+            self.shapes = dataclasses.replace(self.shapes, watch=Watch(text, scalar, settings.copies.ngram))
         self.state = state = TreeState(text, sequence, tree, stats, nodes, scalar, scalar, unfed)
         # A cache has many arrays: programs that run no model do without it, since a call takes longer with each.
         apart = dataclasses.replace(state, sequence=None)

@@ -5,7 +5,6 @@ Longer than 400 lines because what is weighed and what is grown are one program.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec.methods.core.copies import (
-    ALWAYS_LOOKED_AT,
     Copies,
     CopySettings,
     Nodes,
@@ -24,18 +22,14 @@ from jaxspec.methods.core.copies import (
     join,
     learn,
     least_match,
-    long_enough,
-    match_lengths,
     no_nodes,
     path_terms,
     proposal_hashes,
-    watch_text,
 )
 from jaxspec.methods.core.cost_model import (
     AGREED,
     OTHERS,
     AcceptanceStats,
-    CopyProspect,
     PlacedCosts,
     Prospect,
     class_of,
@@ -65,6 +59,7 @@ from jaxspec.sampling.accept import Verified
 from jaxspec.sampling.processors import History
 from jaxspec.tree.table import num_prefixes
 from jaxspec.tree.tree import (
+    Batch,
     Candidates,
     Tree,
     follow,
@@ -202,54 +197,14 @@ def draft_round(
         batch = select_batch(grown.tree, settings.num_rows)
         sequence = dataclasses.replace(sequence, cache=grown.cache)
         return dataclasses.replace(state, sequence=sequence, tree=grown.tree), Draft(batch, passes)
-    suffix, unlearned = find_suffix(settings, state, costs), state.nodes
-    assert unlearned is not None
-    # No node counts.
-    blank = dataclasses.replace(unlearned, weight=jnp.zeros_like(unlearned.weight))
-
-    def propose(state: TreeState) -> tuple[TreeState, Draft]:
-        if model is not None and costs is not None:
-            assert state.stats is not None
-            length = jnp.arange(1, settings.depth + 1)
-
-            def grow(state: TreeState, copied: Copied, wanted: Array) -> tuple:
-                assert model is not None and costs is not None
-                return _grow(model, settings, state, verified, history, costs, copied, suffix.rates, wanted)
-
-            chain, takes = state.stats.mean_rate() ** length, _has_to_take(model, state, verified)
-            return weigh(settings, state, costs, suffix, chain, length, grow, takes)
-        copied = find_and_join(settings, state, suffix)
-        candidates = copied.candidates if costs is None else keep_best(copied.candidates, costs.rounds)[0]
-        batch = pack_best(state.text.token[state.text.length - 1], candidates, settings.num_rows)
-        return dataclasses.replace(state, nodes=copied.nodes), Draft(batch, jnp.int32(0))
-
-    wanted = suffix.may_pay
+    copied = find_and_join(settings, state, costs)
     if model is not None and costs is not None:
-        wanted |= _may_ask(model, settings, state, verified, costs)
-    nothing = Draft(root_alone(state.text.token[state.text.length - 1], settings.num_rows), jnp.int32(0))
-    # Programs of many small operations take a millisecond after a pass has used the caches: a round in which nothing
-    # can pay should have few. A loop of at most one turn: a conditional would copy the cache.
-    _, state, draft = jax.lax.while_loop(
-        lambda carry: carry[0], lambda carry: (jnp.bool_(False), *propose(carry[1])),
-        (wanted, leave(state, verified, blank), nothing),
-    )  # fmt: skip
-    return state, dataclasses.replace(draft, watch=suffix.watch)
-
-
-def _may_ask(
-    model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, costs: PlacedCosts
-) -> Array:
-    """Whether the draft model may be asked where no copies pay, or has to take something in: bool []."""
-    stats, idle = state.stats, state.idle + verified.count
-    assert stats is not None
-
-    def ask() -> Array:
-        length, none = jnp.arange(1, settings.depth + 1), CopyProspect(jnp.int32(0), jnp.float32(1), jnp.float32(0))
-        return weigh_prospect(none, stats.mean_rate() ** length, length, stats, costs, idle, state.patience).wanted
-
-    # After a draft it is weighed beside copies, and not twice.
-    asked = jax.lax.cond((state.idle > 0) & (costs.draft < NEVER), ask, lambda: costs.draft < NEVER)
-    return asked | _has_to_take(model, state, verified)
+        return _weigh(model, settings, state, verified, history, costs, copied)
+    candidates = copied.candidates
+    if costs is not None:
+        candidates, _, _ = keep_best(candidates, costs.rounds)
+    batch = pack_best(state.text.token[state.text.length - 1], candidates, settings.num_rows)
+    return leave(state, verified, copied.nodes), Draft(batch, jnp.int32(0), watch=copied.watch)
 
 
 def leave(state: TreeState, verified: Verified, nodes: Nodes | None) -> TreeState:
@@ -258,45 +213,28 @@ def leave(state: TreeState, verified: Verified, nodes: Nodes | None) -> TreeStat
     return dataclasses.replace(state, idle=state.idle + verified.count, tree=tree, nodes=nodes)
 
 
-class Suffix(NamedTuple):
-    """Where the text's last tokens occurred before."""
-
-    matched: Array  # int32 [S], see `match_lengths`
-    rates: Array  # of the state's `AcceptanceStats`
-    may_pay: Array  # bool [], whether copies may pay, or something is to be learned of them
-    watch: Watch  # for copies that may come
-
-
-def find_suffix(settings: TreeSettings, state: TreeState, costs: PlacedCosts | None) -> Suffix:
-    """Whether the text's last tokens occurred before, so that copies may pay."""
-    assert settings.copies is not None and state.stats is not None
-    ngram, rates = settings.copies.ngram, state.stats.rates()
-    matched, least, well = match_lengths(state.text, ngram), jnp.int32(1), jnp.int32(1)
-    if costs is not None:
-        least, well = least_match(rates, costs, settings.copies.length)
-    least = jnp.minimum(least, min(ALWAYS_LOOKED_AT, ngram))
-    is_earlier = jnp.arange(matched.shape[0]) < state.text.start
-    may_pay = long_enough(is_earlier, matched, ngram).max() >= least
-    return Suffix(matched, rates, may_pay, watch_text(state.text, matched, well, ngram))
-
-
 class Copied(NamedTuple):
     """What is copied in a round."""
 
     copies: Copies
     candidates: Candidates  # the copies alone; in front, as many proposals that do not exist as a draft may make
     nodes: Nodes
+    rates: Array  # of the state's `AcceptanceStats`
+    watch: Watch  # for copies that may come
 
 
-def find_and_join(settings: TreeSettings, state: TreeState, suffix: Suffix) -> Copied:
+def find_and_join(settings: TreeSettings, state: TreeState, costs: PlacedCosts | None) -> Copied:
     """Copies of earlier text, without a draft's proposals."""
     count = settings.proposals
     zero, none = jnp.zeros(count, jnp.int32), no_nodes(num_observed(settings))
     nothing = Candidates(zero, zero - 1, zero + 1, jnp.full(count, -jnp.inf))
-    assert settings.copies is not None
-    copies = find_copies(state.text, suffix.matched, suffix.rates, settings.copies)
-    candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, suffix.rates)
-    return Copied(copies, candidates, concatenate(none, nodes))
+    assert settings.copies is not None and state.stats is not None
+    rates = state.stats.rates()
+    copies = find_copies(state.text, rates, settings.copies)
+    candidates, nodes = join(nothing, none.hash[:count], zero > 0, jnp.bool_(False), copies, rates)
+    least = jnp.int32(1) if costs is None else least_match(rates, costs, settings.copies.length)
+    watch = Watch(state.text, least, settings.copies.ngram)
+    return Copied(copies, candidates, concatenate(none, nodes), rates, watch)
 
 
 def _search(
@@ -351,64 +289,20 @@ class _Weighed:
     goes_on: Array  # bool [], whether a further pass is worth its time
 
 
-def weigh(
-    settings: TreeSettings, state: TreeState, costs: PlacedCosts, suffix: Suffix, chain: Array, passes: Array,
-    grow: Callable[[TreeState, Copied, Array], tuple], takes: Array,
-) -> tuple[TreeState, Draft]:  # fmt: skip
-    """Draft as far as it pays: nothing, copies, or what the model proposes, which copies join.
-
-    `chain` and `passes` are those of `weigh_prospect`. Where the model is asked, or `takes` something in, bool [],
-    `grow` is given the state, the copies and whether it is asked. It returns the state, the tokens that are worth their
-    rows, all that was proposed, draft passes, and how many of these took in what plain rounds had decoded before.
-    """
-    stats, copied = state.stats, find_and_join(settings, state, suffix)
-    assert stats is not None
-    alone, count, gain = keep_best(copied.candidates, costs.rounds)
-    copies = CopyProspect(count, gain, jnp.exp(copied.candidates.score.max()))
-    no, zero = jnp.bool_(False), jnp.int32(0)
-    prospect = jax.lax.cond(
-        costs.draft < NEVER,
-        lambda: weigh_prospect(copies, chain, passes, stats, costs, state.idle, state.patience),
-        lambda: Prospect(no, no, no, count),
-    )
-    # A loop of at most one turn: a conditional would copy the cache.
-    start = prospect.wanted | takes, state, alone, copied.nodes, zero, zero
-    _, state, candidates, nodes, made, missed = jax.lax.while_loop(
-        lambda carry: carry[0], lambda carry: (no, *grow(carry[1], copied, prospect.wanted)), start
-    )
-    root = state.text.token[state.text.length - 1]
-    # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
-    batch = jax.lax.cond(
-        prospect.wanted | (prospect.num_copied > 0),
-        lambda: pack_best(root, candidates, settings.num_rows),
-        lambda: root_alone(root, settings.num_rows),
-    )
-    # Drafts in a row lack no tokens that plain rounds decoded.
-    state = note_draft(dataclasses.replace(state, nodes=nodes), prospect, candidates.score, made - missed)
-    return state, Draft(batch, made)
-
-
-def _has_to_take(model: DraftModel, state: TreeState, verified: Verified) -> Array:
-    """Whether the draft model takes in tokens though it is not asked: an assistant without room for more; bool []."""
-    features = model.placement.cfg.features
-    if state.unfed is None or features is None or features.kind != "assistant":
-        return jnp.bool_(False)
-    return ~state.unfed.has_room(verified)
-
-
-def _grow(
+def _weigh(
     model: DraftModel, settings: TreeSettings, state: TreeState, verified: Verified, history: History,
-    costs: PlacedCosts, copied: Copied, rates: Array, wanted: Array,
-) -> tuple[TreeState, Candidates, Nodes, Array, Array]:  # fmt: skip
-    """Take in what the draft lacks; where `wanted`, bool [], grow a tree that copies join, as far as that pays.
-
-    The results are those of `grow` in `weigh`.
-    """
+    costs: PlacedCosts, copied: Copied,
+) -> tuple[TreeState, Draft]:  # fmt: skip
+    """Draft as far as it pays: nothing, copies, or a tree of the model that copies join."""
     text, stats, sequence = state.text, state.stats, state.sequence
-    copies, tree = copied.copies, init_tree(settings.tree_rows, settings.branch)
+    copies, rates, tree = copied.copies, copied.rates, init_tree(settings.tree_rows, settings.branch)
     assert stats is not None and sequence is not None
     num_rows, width, mean = settings.num_rows, settings.width, stats.mean_rate()
+    length, idle = jnp.arange(1, settings.depth + 1), state.idle + verified.count
     produced = text.length - text.start
+    prospect = weigh_prospect(copied.candidates.score, mean**length, length, stats, costs, idle, state.patience)
+    wanted, (alone, _, _) = prospect.wanted, keep_best(copied.candidates, costs.rounds)
+
     if state.unfed is None:
         (hidden, cache, passes), own = _catch_up(model, sequence.cache, text, wanted), None
     else:
@@ -467,27 +361,43 @@ def _grow(
         return judged.candidates, judged.nodes, judged.value, judged.goes_on
 
     def draft_nothing() -> tuple[Candidates, Nodes, Array, Array]:
-        alone, _, _ = keep_best(copied.candidates, costs.rounds)
         return alone, copied.nodes, jnp.zeros(tree.rows * tree.branch), jnp.bool_(False)
 
     with jax.named_scope("draft/grow"):
         weighed = _Weighed(start, passes, *jax.lax.cond(wanted, draft, draft_nothing))
         weighed = jax.lax.while_loop(lambda weighed: weighed.goes_on, grow, weighed)
+    root = text.token[text.length - 1]
+    batch = pack_wanted(prospect, root, weighed.candidates, num_rows)
     sequence = dataclasses.replace(sequence, cache=weighed.grown.cache)
     kept = None if state.tree is None else weighed.grown.tree
-    state = dataclasses.replace(state, sequence=sequence, tree=kept)
-    return state, weighed.candidates, weighed.nodes, weighed.passes, caught_up
+    state = dataclasses.replace(state, sequence=sequence, tree=kept, nodes=weighed.nodes)
+    # Drafts in a row lack no tokens that plain rounds decoded.
+    state = note_draft(state, prospect, weighed.candidates.score, weighed.passes - caught_up, idle)
+    return state, Draft(batch, weighed.passes, watch=copied.watch)
 
 
-def note_draft(state: TreeState, prospect: Prospect, score: Array, passes: Array) -> TreeState:
-    """Remember a draft whose tokens have these scores, float32 [N], and when the model is asked again for nothing."""
+def pack_wanted(prospect: Prospect, root: Array, candidates: Candidates, num_rows: int) -> Batch:
+    """The best candidates below `root`, int32 [], where a draft was made or copies pay; else the root alone."""
+    # Most rounds that draft nothing are plain because nothing pays: they should not sort empty lists either.
+    return jax.lax.cond(
+        prospect.wanted | (prospect.num_copied > 0),
+        lambda: pack_best(root, candidates, num_rows),
+        lambda: root_alone(root, num_rows),
+    )
+
+
+def note_draft(state: TreeState, prospect: Prospect, score: Array, passes: Array, idle: Array) -> TreeState:
+    """Remember a draft whose tokens have these scores, float32 [N], and the tokens since the model was asked.
+
+    It says, too, after how many of these the model is asked again for nothing.
+    """
     assert state.stats is not None
     backoff = jnp.where(prospect.retry, jnp.minimum(2 * state.patience, LONGEST_PATIENCE), state.patience)
     counts = prospect.wanted & (prospect.num_copied == 0)
     return dataclasses.replace(
         state,
         stats=state.stats.note_draft((score > -jnp.inf).sum(), passes, counts),
-        idle=jnp.where(prospect.wanted, 0, state.idle),
+        idle=jnp.where(prospect.wanted, 0, idle),
         patience=jnp.where(prospect.pays, FIRST_PATIENCE, backoff),
     )
 

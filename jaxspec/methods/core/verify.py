@@ -144,16 +144,12 @@ def decode_steps(
             most = jnp.where(has_ended(state, request, target.vocab), jnp.minimum(steps, 1), steps)
 
             def run(carry: tuple) -> tuple:
-                done, watch, _ = carry
-                done = step(done[1].count, done)
+                done = step(carry[0][1].count, carry[0])
                 stops = has_ended(done[0], request, target.vocab)
-                if watch is not None:
-                    watch, found = watch.append(done[0].root, done[1].count - 1)
-                    stops |= found
-                return done, watch, stops
+                return done, stops if watch is None else stops | watch.finds(done[1])
 
-            (state, verified), *_ = jax.lax.while_loop(
-                lambda carry: (carry[0][1].count < most) & ~carry[2], run, (start, watch, jnp.bool_(False))
+            (state, verified), _ = jax.lax.while_loop(
+                lambda carry: (carry[0][1].count < most) & ~carry[1], run, (start, jnp.bool_(False))
             )
     new = jnp.arange(max_path) < verified.count
     history = update_history(before, verified.tokens, new, target.vocab, generated=True)
