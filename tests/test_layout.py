@@ -14,20 +14,20 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_880,
-    "jaxspec/*.py": 3_320,
-    "jaxspec/methods": 7_820,
+    "jaxspec": 37_895,
+    "jaxspec/*.py": 3_355,
+    "jaxspec/methods": 7_790,
     "jaxspec/sampling jaxspec/tree": 1_455,
     "jaxspec/models": 5_160,
     "jaxspec/offload": 2_200,
     "jaxspec/checkpoint": 5_220,
     "jaxspec/runtime": 2_470,
     "jaxspec/text": 2_300,
-    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_290,
+    "jaxspec/tune jaxspec/bench jaxspec/check jaxspec/serve jaxspec/cli jaxspec/trace": 7_300,
     "pallas_kernels": 7_100,
     "pallas_kernels/*/*.cc pallas_kernels/*/*.h": 4_506,
     "tools": 8_540,
-    "tests": 38_590,
+    "tests": 38_655,
 }
 MOST_ENTRIES = {"jaxspec/methods": 12, "jaxspec/methods/core": 15}
 

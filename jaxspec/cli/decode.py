@@ -127,8 +127,7 @@ def app(
     text = "" if interactive or worker else _read_prompt(prompt, prompt_file)
     with waiting("loading the model and compiling its programs") as show:
         with without_collection():
-            # Heavy imports only now: --help and usage errors answer at once.
-            from jaxspec.llm import LLMForRequest, read_requests
+            from jaxspec.llm import LLMForRequest, read_requests  # heavy: --help and usage errors answer at once
 
             sampling = sampling_options(options)
 
@@ -136,8 +135,8 @@ def app(
                 if not interactive:
                     read_requests(llm, llm.encode(_messages(llm, text, options)), sampling)
 
-            settings = {**model_options(options), "method": method_from(options)}
-            llm = LLMForRequest(check, **settings, distributed=processes_from(options))
+            given = {"method": method_from(options), "distributed": processes_from(options)}
+            llm = LLMForRequest(check, **model_options(options), **given)
         if ran_as_worker(llm, NAME):
             return
         if interactive:
