@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from jaxspec.async_llm import AsyncLLM
     from jaxspec.config import SamplingParams, StructuredOutputs
     from jaxspec.errors import CheckpointError, ConfigError, DistributedError, JaxspecError
-    from jaxspec.llm import LLM, generate
+    from jaxspec.llm import LLM
     from jaxspec.methods.auto.settings import Auto
     from jaxspec.methods.autoregressive import Autoregressive
     from jaxspec.methods.chain import Chain
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxspec.methods.specinfer import SpecInfer
     from jaxspec.methods.swift.settings import Swift
     from jaxspec.methods.swiftspec.settings import SwiftSpec
+    from jaxspec.one_call import generate
     from jaxspec.results import Completion, DecodeStats, Stream, StreamEvent
     from jaxspec.runtime.distributed import Distributed
 
@@ -53,7 +54,7 @@ _HOMES = {
     "async_llm": ["AsyncLLM"],
     "config": ["SamplingParams", "StructuredOutputs"],
     "errors": ["CheckpointError", "ConfigError", "DistributedError", "JaxspecError"],
-    "llm": ["LLM", "generate"],
+    "llm": ["LLM"],
     "methods.auto.settings": ["Auto"],
     "methods.autoregressive": ["Autoregressive"],
     "methods.chain": ["Chain"],
@@ -62,6 +63,7 @@ _HOMES = {
     "methods.specinfer": ["SpecInfer"],
     "methods.swift.settings": ["Swift"],
     "methods.swiftspec.settings": ["SwiftSpec"],
+    "one_call": ["generate"],
     "results": ["Completion", "DecodeStats", "Stream", "StreamEvent"],
     "runtime.distributed": ["Distributed"],
 }

@@ -10,7 +10,8 @@ from typing import Any
 from jaxspec.config import SamplingParams
 from jaxspec.engine import derive_seed, fresh_seed
 from jaxspec.errors import ConfigError
-from jaxspec.llm import LLM, Message, Prompt
+from jaxspec.llm import LLM
+from jaxspec.prompts import Message, Prompt
 from jaxspec.results import Completion, StreamEvent
 from jaxspec.scheduler import Job, Observer, Outcome, Scheduler
 

@@ -1,4 +1,4 @@
-"""Text in, text out: `generate` and `LLM`.
+"""Text in, text out: `LLM`.
 
 The file exceeds 400 lines because one class holds what users call, and most of it is what its docstrings promise.
 """
@@ -6,19 +6,18 @@ The file exceeds 400 lines because one class holds what users call, and most of 
 import copy
 import dataclasses
 import functools
-import numbers
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from os import PathLike
-from typing import Any, NamedTuple, TypeGuard, Unpack, overload
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 import numpy as np
 
 from jaxspec.checkpoint.shipped import warn_of_damage
-from jaxspec.config import EngineConfig, EngineSettings, SamplingParams, check_length, check_path, read_settings
+from jaxspec.config import EngineConfig, EngineSettings, SamplingParams, read_settings
 from jaxspec.engine import FIRST_CAPACITY, Engine, derive_seed, fresh_seed
 from jaxspec.errors import ConfigError, JaxspecError, shown
 from jaxspec.files import checkpoint_digest, digest_text, vocabulary_digest
@@ -31,6 +30,7 @@ from jaxspec.methods.registry import make_method, resolve_method
 from jaxspec.offload.plan import OffloadPlan, check_room
 from jaxspec.offload.room import check_devices, fits_devices, memory_limits
 from jaxspec.offload.stream import LayerStream
+from jaxspec.prompts import Message, Prompt, check_sampling, is_batch, is_conversation, is_ids, one_each
 from jaxspec.results import READING, Completion, Stream, StreamEvent
 from jaxspec.runtime import hosts
 from jaxspec.runtime.distributed import Distributed
@@ -47,10 +47,6 @@ from jaxspec.text.stream import TextStream
 from jaxspec.text.turn import ChatOptions, Turn, open_turn
 from jaxspec.worker import describe_programs, run_worker
 from pallas_kernels.registry import Kernels
-
-Message = Mapping[str, Any]
-
-Prompt = str | Sequence[int]
 
 
 class Internals(NamedTuple):
@@ -314,7 +310,7 @@ class LLM:
         completions = [
             self._complete(Turn(ids), sampling) for ids, sampling in read_requests(self, prompt, sampling_params)
         ]
-        return completions if _is_batch(prompt) else completions[0]
+        return completions if is_batch(prompt) else completions[0]
 
     def chat(
         self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **options: Unpack[ChatOptions]
@@ -325,8 +321,8 @@ class LLM:
         form, with its `tool_calls` and `reasoning_content`; it goes back into the conversation as it is. The result of
         a call follows it as {"role": "tool", "tool_call_id": ..., "content": ...} (docs/tools.md).
         """
-        sampling = _check_sampling(sampling_params)
-        if not _is_conversation(messages):
+        sampling = check_sampling(sampling_params)
+        if not is_conversation(messages):
             raise ConfigError(f"chat takes messages, dicts with 'role' and 'content', got {shown(messages)}")
         turn = self._read(messages, options)
         return self._complete(turn, self._check(turn.ids, self._shape(turn, sampling)))
@@ -340,7 +336,7 @@ class LLM:
         The prompt is a string, token ids, or a conversation (dicts with "role" and "content"), which alone takes
         `options` (see `chat`); `n` must be 1. The text of events is the answer as the model writes it.
         """
-        sampling = _check_sampling(sampling_params)
+        sampling = check_sampling(sampling_params)
         if sampling.n > 1:
             raise ConfigError(f"stream gives one completion, and n is {sampling.n}: use generate or chat")
         turn = self._read(prompt, options)
@@ -352,7 +348,7 @@ class LLM:
         if isinstance(prompt, Turn):
             return prompt
         check_keywords("chat", options, list(ChatOptions.__annotations__), [f.name for f in fields(SamplingParams)])
-        if _is_conversation(prompt):
+        if is_conversation(prompt):
             return open_turn(self.tokenizer, prompt, **options)
         if options:
             raise ConfigError(f"{', '.join(options)}: for conversations, and the prompt is text or token ids")
@@ -371,11 +367,11 @@ class LLM:
         """Token ids of a prompt: text as it is, ids unchanged, a conversation through the chat template."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if _is_conversation(prompt):
+        if is_conversation(prompt):
             return self.tokenizer.encode_chat(prompt)
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
-        if _is_ids(prompt):
+        if is_ids(prompt):
             return [int(token) for token in prompt]
         raise ConfigError(f"a prompt is a string, token ids, a conversation or a list of prompts, got {shown(prompt)}")
 
@@ -475,70 +471,12 @@ class LLM:
 
 def read_requests(llm: LLM, prompt: Any, sampling_params: Any = None) -> list[tuple[list[int], SamplingParams]]:
     """The token ids of each prompt, and how it is decoded; refuses what `generate` refuses, and computes nothing."""
-    prompts: list[Any] = [*prompt] if _is_batch(prompt) else [prompt]
-    samplings = _one_each(sampling_params, len(prompts))
-    if _is_conversation(prompts) or any(_is_conversation(p) for p in prompts):
+    prompts: list[Any] = [*prompt] if is_batch(prompt) else [prompt]
+    samplings = one_each(sampling_params, len(prompts))
+    if is_conversation(prompts) or any(is_conversation(p) for p in prompts):
         raise ConfigError("generate takes text or token ids; chat answers conversations, and stream takes either")
     encoded = [llm.encode(p) for p in prompts]
     return [(ids, llm._check(ids, sampling)) for ids, sampling in zip(encoded, samplings, strict=True)]
-
-
-class LLMForRequest(LLM):
-    """An `LLM` that calls `check` with itself before anything is compiled: what it cannot answer is refused at once."""
-
-    def __init__(self, check: Callable[[LLM], object], **options: Any):
-        """Load, place and compile; `options` are those of `LLM`."""
-        self._check_request = check
-        super().__init__(**options)
-
-    def _before_compiling(self) -> None:
-        if not hosts.several():  # the others would wait for this one
-            self._check_request(self)
-
-
-class ModelOptions(EngineSettings, total=False):
-    """The keywords of `generate`: those of `LLM` in one process."""
-
-    model: str | PathLike[str] | None
-    draft: str | PathLike[str] | None
-    method: str | Method
-    revision: str | None
-
-
-@overload
-def generate(
-    prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Unpack[ModelOptions]
-) -> Completion: ...
-
-
-@overload
-def generate(
-    prompt: Sequence[Prompt], sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    **options: Unpack[ModelOptions],
-) -> list[Completion]: ...  # fmt: skip
-
-
-def generate(prompt: Any, sampling_params: Any = None, **options: Unpack[ModelOptions]) -> Any:
-    """Complete a prompt with the default model, or `model`; a second call with the same options reuses that model.
-
-    Args:
-      prompt, sampling_params: see `LLM.generate`: one prompt gives a `Completion`, a list of prompts a list of them.
-      **options: the keywords of `LLM`: model, draft, method, revision, and the fields of `EngineConfig`.
-    """
-    given: dict[str, Any] = {"model": None, "draft": None, "method": "auto", "revision": None, **options}
-    if given["model"] is not None:
-        given["model"] = check_path("model", given["model"])
-    try:
-        hash(key := tuple(sorted(given.items())))
-    except TypeError as error:
-        raise ConfigError(f"an option of generate has a value that no option takes: {shown(options)}") from error
-    if key not in _loaded:
-        _loaded.clear()  # before the new one comes: two models may not fit into memory
-        _loaded[key] = LLMForRequest(lambda llm: read_requests(llm, prompt, sampling_params), **given)
-    return _loaded[key].generate(prompt, sampling_params)
-
-
-_loaded: dict[tuple[Any, ...], LLM] = {}
 
 
 def _check_processes(opened: OpenModels, engine: Engine, config: EngineConfig) -> str | None:
@@ -559,41 +497,3 @@ def _check_processes(opened: OpenModels, engine: Engine, config: EngineConfig) -
     del given["compile_cache"]  # a folder of each host
     hosts.check_equal("settings", given)
     return devices
-
-
-def _is_ids(prompt: object) -> TypeGuard[Sequence[int]]:
-    if not _is_list(prompt):
-        return False
-    check_length("the prompt", prompt)
-    return all(isinstance(t, numbers.Integral) and not isinstance(t, bool) for t in prompt)
-
-
-def _is_batch(prompt: object) -> TypeGuard[Sequence[Prompt]]:
-    return _is_list(prompt) and (not len(prompt) or not _is_ids(prompt))
-
-
-def _is_conversation(prompt: object) -> TypeGuard[Sequence[Message]]:
-    return _is_list(prompt) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
-
-
-def _is_list(prompt: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
-
-
-def _one_each(sampling: object, count: int) -> list[SamplingParams]:
-    """Sampling parameters of each prompt, from one for all or a list of as many."""
-    if not _is_list(sampling):
-        return [_check_sampling(sampling)] * count
-    if len(sampling) != count:
-        raise ConfigError(
-            f"sampling_params holds {len(sampling)} for {count} prompts: give one SamplingParams, or one for each"
-        )
-    return [_check_sampling(one) for one in sampling]
-
-
-def _check_sampling(sampling: object) -> SamplingParams:
-    if sampling is None:
-        return SamplingParams()
-    if not isinstance(sampling, SamplingParams):
-        raise ConfigError(f"sampling_params must be SamplingParams, got {shown(sampling)}")
-    return sampling

@@ -8,8 +8,9 @@ import pytest
 
 from jaxspec.config import EngineConfig, SamplingParams
 from jaxspec.errors import ConfigError, shown
-from jaxspec.llm import LLM, generate
+from jaxspec.llm import LLM
 from jaxspec.methods.swift.settings import Swift
+from jaxspec.one_call import generate
 
 
 @pytest.mark.parametrize(

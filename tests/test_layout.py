@@ -14,8 +14,8 @@ LONGEST_FILE = 400  # lines
 REASON = re.compile("([Ll]onger than|exceeds) 400 lines because")
 # Most lines of each part. A change that needs more says why in docs/decisions.md.
 BUDGETS = {
-    "jaxspec": 37_895,
-    "jaxspec/*.py": 3_355,
+    "jaxspec": 37_930,
+    "jaxspec/*.py": 3_385,
     "jaxspec/methods": 7_790,
     "jaxspec/sampling jaxspec/tree": 1_455,
     "jaxspec/models": 5_160,

@@ -12,11 +12,11 @@ from native_models import LLAMA, write_model
 
 import jaxspec
 from jaxspec.config import EngineConfig, EngineSettings
-from jaxspec.llm import ModelOptions
 from jaxspec.methods.auto.costs import AutoChoice
 from jaxspec.methods.swift.runner import SwiftChoice
 from jaxspec.methods.swiftspec.runner import SwiftSpecChoice
 from jaxspec.offload.stream import OffloadStats, StreamCounts
+from jaxspec.one_call import ModelOptions
 from jaxspec.results import Choice, DraftTreeStats, SpeculationStats
 from jaxspec.trace.events import TraceSummary
 

@@ -127,16 +127,15 @@ def app(
     text = "" if interactive or worker else _read_prompt(prompt, prompt_file)
     with waiting("loading the model and compiling its programs") as show:
         with without_collection():
-            from jaxspec.llm import LLMForRequest, read_requests  # heavy: --help and usage errors answer at once
+            from jaxspec.one_call import LLMForRequest  # heavy imports only now: usage errors answer at once
 
             sampling = sampling_options(options)
 
-            def check(llm: "LLM") -> None:
-                if not interactive:
-                    read_requests(llm, llm.encode(_messages(llm, text, options)), sampling)
+            def request(llm: "LLM") -> Any:
+                return None if interactive else (llm.encode(_messages(llm, text, options)), sampling)
 
-            given = {"method": method_from(options), "distributed": processes_from(options)}
-            llm = LLMForRequest(check, **model_options(options), **given)
+            processes = processes_from(options)
+            llm = LLMForRequest(request, **model_options(options), method=method_from(options), distributed=processes)
         if ran_as_worker(llm, NAME):
             return
         if interactive:

@@ -127,7 +127,7 @@ class Auto(Method):
         target, draft = models
         given = {"pass_cost": self.pass_cost, "round_cost": self.round_cost}
         given |= {"draft_cost": self.draft_cost} if draft is not None else {}
-        used = {name: value for name, value in given.items() if value or (name == "round_cost" and value is not None)}
+        used = {name: value for name, value in given.items() if value != getattr(Auto, name)}  # else the default
         known, rest = ({}, "built in") if measured is None else (measured.figures(), "measured")
         figures: dict[str, Any] = {name: value for name, value in known.items() if name in given} | used
         overhead = known.get("draft_overhead", 0.0)

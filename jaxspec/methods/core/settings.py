@@ -54,10 +54,10 @@ def log_threshold(name: str, probability: Any) -> float:
 
 
 def check_settings(method: Any, own_checks: Callable[[], object]) -> None:
-    """Run a method's own checks of its settings, between those that all methods share.
+    """Run a method's own checks of its settings, after those that all methods share.
 
-    Before: numbers have a size that a message can quote, and a setting that lists numbers does. After: flags are true
-    or false. `ConfigError` also where the own checks fail on a value in a way that they did not foresee.
+    Numbers have a size that a message can quote, a setting that lists numbers does, and flags are true or false.
+    `ConfigError` also where the own checks fail on a value in a way that they did not foresee.
     """
     types = {field.name: str(field.type) for field in dataclasses.fields(method)}
     for name, kind in types.items():
@@ -66,6 +66,8 @@ def check_settings(method: Any, own_checks: Callable[[], object]) -> None:
             raise ConfigError(f"{name} must be at most {LARGEST_INT}, got {shown(value)}")
         if kind.startswith(("tuple", "Sequence", "collections.abc.Sequence")):
             check_numbers(name, value)
+        if kind in ("bool", "<class 'bool'>") and not isinstance(value, bool):
+            raise ConfigError(f"{name} must be true or false, got {shown(value)}")
     try:
         own_checks()
     except JaxspecError:
@@ -73,10 +75,6 @@ def check_settings(method: Any, own_checks: Callable[[], object]) -> None:
     except Exception as error:  # whatever a value does when it is compared or printed
         given = {name: getattr(method, name) for name in types}
         raise ConfigError(f"the settings of method {method.name!r} do not fit: {shown(given)}: {error}") from error
-    for name, kind in types.items():
-        value = getattr(method, name)
-        if kind in ("bool", "<class 'bool'>") and not isinstance(value, bool):
-            raise ConfigError(f"{name} must be true or false, got {shown(value)}")
 
 
 def check_numbers(name: str, value: object) -> None:

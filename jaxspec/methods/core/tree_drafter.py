@@ -58,12 +58,12 @@ class TreeDrafter(Drafter):
           propose: turns logits into children of a node; None for no draft model.
           costs: what drafts are weighed with; needed where `settings` weigh.
         """
+        has_model, copies = propose is not None, settings.copies is not None
+        self.idles = self._copies = copies
         # Only programs for CPUs decode several tokens in a round.
-        watches = settings.copies is not None and placement.plan.kernels.takes_cpu_forms
-        has_model, self.idles = propose is not None, settings.copies is not None
+        watches = copies and placement.plan.kernels.takes_cpu_forms
         self.shapes = draft_shapes(placement, settings.num_rows)
         capacity = slots + verified.tokens.shape[0] + (EARLIER_TOKENS if settings.copies else 0)
-        self._copies = copies = settings.copies is not None
         self._home, self._is_fed, self._never = placement, False, None
         self._costs: Any = ()
         self.programs, sequence, tree = (), None, None
