@@ -84,7 +84,7 @@ class Method(abc.ABC):
     takes_blocks: ClassVar[bool] = False  # whether its draft may fill a block in one pass
 
     def __init_subclass__(cls, **keywords: object) -> None:
-        """Surround a method's `__post_init__` with the checks that all settings share."""
+        """Run the checks that all settings share before a method's own `__post_init__`."""
         super().__init_subclass__(**keywords)
         own = cls.__dict__.get("__post_init__")
         if own is not None:
